@@ -1,0 +1,171 @@
+"""The recorded training step: frozen, torch-free, ids instead of references.
+
+A Graph is one micro-batch of forward, loss and backward as eager autograd runs it.  Operators are in execution order.
+A Tensor is a view on a Storage (shape, stride, offset in elements); memory belongs to storages only.
+Arguments are literals, `Ref(tensor_id)`, or (nested) tuples of these; dtypes, layouts and devices are `Name`s such as "float32".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mpress.units import Bytes, Flops
+
+
+class Phase(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Kind(Enum):
+    """Where a storage comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    COMPUTED = "computed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor as an argument."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A torch constant as an argument: dtype ("float32"), layout, memory format or device ("cpu")."""
+
+    group: str
+    value: str
+
+
+Literal = int | float | bool | str | None
+Argument = Literal | Ref | Name | tuple["Argument", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes in memory.  `saved` = autograd saves it from forward to backward (parameters may be saved too)."""
+
+    id: int
+    bytes: Bytes
+    kind: Kind
+    saved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A view on a storage.  `name` is the user's parameter, buffer or input name, "" for computed tensors."""
+
+    id: int
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    differentiable: bool
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The line of the user's code an operator comes from.  `file` is a base name, never an absolute path."""
+
+    file: str
+    line: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One ATen call.  `target` is "aten.addmm.default".
+
+    outputs: tensor ids in the order of the flattened result, -1 for an undefined tensor (None).
+    multi: the call returns a tuple/list (so outputs are its items), otherwise one tensor.
+    view: every output aliases an input and nothing is computed.
+    mutates: tensor ids written in place.
+    random: the draw depends on the generator; `random_key` is "<module path>#<n-th draw of that module in the forward>".
+    forward_op: for backward ops, the id of the forward op it differentiates, -1 if it has none (sums of gradients).
+    """
+
+    id: int
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    outputs: tuple[int, ...]
+    multi: bool
+    phase: Phase
+    module: str
+    source: Source
+    forward_op: int
+    view: bool
+    mutates: tuple[int, ...]
+    random_key: str
+    flops: Flops
+    bytes_moved: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable or frozen parameter.  `names` holds every name it has in the module (ties), the first is canonical."""
+
+    names: tuple[str, ...]
+    tensor: int
+    trainable: bool
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """Backward tensor `tensor` is (one addend of) the gradient of parameter `parameter` (canonical name).
+
+    Where autograd sums several contributions of one parameter, the sum is taken apart: one entry an addend, and the `add`
+    operators that summed them are left out of the graph.
+    """
+
+    parameter: str
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An example input of the module.  low/high are the range of an integer input (0, 0 for floats), for made-up data."""
+
+    name: str
+    tensor: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One recorded micro-batch.  `seed` is the backward tensor autograd starts from (gradient of the loss, a ones_like)."""
+
+    model: str
+    micro_batch: int
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    storages: tuple[Storage, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    inputs: tuple[Input, ...]
+    loss: int
+    seed: int
+    contributions: tuple[Contribution, ...]
+
+
+def references(argument: Argument) -> tuple[int, ...]:
+    """Tensor ids inside an argument, in order."""
+    if isinstance(argument, Ref):
+        return (argument.tensor,)
+    if isinstance(argument, tuple):
+        return tuple(found for item in argument for found in references(item))
+    return ()
+
+
+def reads(op: Op) -> tuple[int, ...]:
+    """Tensor ids an op reads, in argument order, repeated as often as they occur."""
+    return references(op.args) + references(tuple(value for _, value in op.kwargs))
