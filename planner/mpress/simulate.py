@@ -1,7 +1,8 @@
 """Replays a plan event by event: one compute stream per GPU, one copy engine per direction and link.  Knows no solver.
 
 Memory is decided by the order of lines on each GPU, never by timing (frees wait for their copy), so the peak is exact.
-Time is event-driven: every GPU walks its own steps; copies and boundary transfers occupy links, ports and host uplinks first come, first served.
+Time is event-driven: every GPU walks its own steps; copies and boundary transfers occupy links, ports and host uplinks
+first come, first served (`links`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from mpress.errors import BrokenPlanError
+from mpress.holdings import foreign_bytes, state_bytes, tied_stages, trainable_elements
 from mpress.links import LinkClock
 from mpress.machine import Machine
 from mpress.plan import Plan, in_flight
@@ -386,55 +388,3 @@ class _Replayer:
             link_bytes=self.links.carried(),
             memory=tuple(tuple(r.curve) for r in self.ranks),
         )
-
-
-def tied_stages(workload: Workload, plan: Plan) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Groups of stages that hold copies of one tied parameter, with the gradient bytes all-reduced in each group per step."""
-    homes: dict[int, tuple[set[int], int]] = {}
-    for s, stage in enumerate(plan.stages):
-        for cell in range(stage.first, stage.last):
-            for tie, elements in workload.types[workload.cells[cell]].shared_parameters:
-                homes.setdefault(tie, (set(), elements))[0].add(s)
-    groups: dict[tuple[int, ...], int] = {}
-    for stages, elements in homes.values():
-        if len(stages) > 1:
-            key = tuple(sorted(stages))
-            groups[key] = groups.get(key, 0) + elements * workload.gradient_element_bytes
-    return tuple(sorted(groups.items()))
-
-
-def trainable_elements(workload: Workload, plan: Plan, s: int) -> int:
-    """Trainable elements a stage holds; a parameter tied between cells of one stage is there once."""
-    return _once(workload, plan, s)[0]
-
-
-def state_bytes(workload: Workload, plan: Plan, s: int) -> int:
-    """Bytes of weights, gradients and optimizer state of a stage, resident during the whole step."""
-    trainable, frozen, tensors = _once(workload, plan, s)
-    return trainable * workload.bytes_per_trainable + frozen * workload.bytes_per_frozen + tensors * workload.bytes_per_tensor
-
-
-def _once(workload: Workload, plan: Plan, s: int) -> tuple[int, int, int]:
-    trainable = frozen = tensors = 0
-    seen: set[int] = set()
-    stage = plan.stages[s]
-    for cell in range(stage.first, stage.last):
-        cost = workload.types[workload.cells[cell]]
-        trainable += cost.trainable_elements
-        frozen += cost.parameter_elements - cost.trainable_elements
-        tensors += cost.trainable_tensors
-        for tie, elements in cost.shared_parameters:
-            if tie in seen:
-                trainable, tensors = trainable - elements, tensors - 1
-            seen.add(tie)
-    return trainable, frozen, tensors
-
-
-def foreign_bytes(plan: Plan, device: int) -> int:
-    """Bytes of the pool that `device` lends to other stages: a slot for every micro-batch the owner keeps in flight."""
-    return sum(
-        int(share.bytes) * in_flight(plan.schedule, len(plan.stages), s, plan.micro_batches)
-        for s, stage in enumerate(plan.stages)
-        for share in stage.shares
-        if share.pool == device
-    )

@@ -6,6 +6,7 @@ A plan that cannot be explained by these rules is our bug, so the refusal is a B
 from __future__ import annotations
 
 from mpress.errors import BrokenPlanError
+from mpress.holdings import host_bytes
 from mpress.machine import Machine
 from mpress.plan import HOST, Plan, StagePlan, in_flight
 from mpress.schedule import Action, Word, actions, parse_action
@@ -34,16 +35,6 @@ def verify(workload: Workload, machine: Machine, plan: Plan) -> Replay:
     if host > machine.host_memory:
         raise BrokenPlanError("over-host-memory", f"swaps need {gib(host)} of host memory, the machine has {gib(machine.host_memory)}")
     return replay
-
-
-def host_bytes(plan: Plan) -> int:
-    """Host memory of all swaps together: a slot for every micro-batch in flight of every stage."""
-    return sum(
-        int(share.bytes) * in_flight(plan.schedule, len(plan.stages), s, plan.micro_batches)
-        for s, stage in enumerate(plan.stages)
-        for share in stage.shares
-        if share.pool == HOST
-    )
 
 
 def _partition(workload: Workload, machine: Machine, plan: Plan) -> None:
