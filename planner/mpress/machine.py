@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpress.units import Bytes, BytesPerSecond
+from mpress.errors import InputError
+from mpress.profiles import Table, known_machines, read_profile
+from mpress.units import GIB, Bytes, BytesPerSecond
+
+__all__ = ["Device", "Machine", "known_machines", "load_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +50,80 @@ class Machine:
         """Bytes/s of a boundary transfer: the link, or the slower host path where the pair has none."""
         link = self.links[source][target]
         return link if link > 0 else min(self.host_bandwidth[source], self.host_bandwidth[target])
+
+
+def load_machine(name_or_path: str, *, gpus: int, reserve: float = 0.05) -> Machine:
+    """The first `gpus` devices of a profile: a known machine (see known_machines) or a path that ends in .toml.
+
+    `reserve` is the share of each GPU's capacity left alone (context, communication libraries, fragmentation).
+    """
+    if not 0.0 <= reserve < 1.0:
+        raise InputError("reserve", f"a reserve of {reserve} is not a share of the capacity", "--reserve", "give a number from 0 to below 1")
+    profile = read_profile(name_or_path)
+    name, count = profile.text("name"), profile.integer("devices")
+    if gpus < 1 or gpus > count:
+        raise InputError("gpus", f"{gpus} GPUs asked for, {name} has {count}", "--gpus", f"give a number from 1 to {count}")
+    device = _device(profile.table("device"))
+    links, port = _links(profile.table("links"), count)
+    host = profile.table("host")
+    bandwidth = BytesPerSecond(host.number("bandwidth"))
+    uplinks = _uplinks(host, count, gpus)
+    memory = Bytes(int(host.number("memory_gib") * GIB))
+    latency = profile.number("latency_seconds", positive=False)
+    profile.finish()
+    return Machine(
+        name=name,
+        devices=(device,) * gpus,
+        links=tuple(row[:gpus] for row in links[:gpus]),
+        port=port,
+        host_bandwidth=(bandwidth,) * gpus,
+        uplinks=uplinks,
+        host_memory=memory,
+        latency_seconds=latency,
+        reserve=reserve,
+    )
+
+
+def _device(table: Table) -> Device:
+    peaks = table.table("peak_flops")
+    efficiency = table.number("efficiency")
+    if efficiency > 1.0:
+        raise table.wrong("efficiency", f"is {efficiency}, a share of the peak is at most 1")
+    return Device(
+        capacity_bytes=Bytes(int(table.number("capacity_gib") * GIB)),
+        peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in peaks.keys()),
+        memory_bandwidth=BytesPerSecond(table.number("memory_bandwidth")),
+        efficiency=efficiency,
+        launch_seconds=table.number("launch_seconds", positive=False),
+    )
+
+
+def _links(table: Table, count: int) -> tuple[tuple[tuple[BytesPerSecond, ...], ...], BytesPerSecond]:
+    """Either `pair` (a switch: every pair has the same bandwidth) or `counts` (links per pair) with `by_count` (their bandwidth)."""
+    port = BytesPerSecond(table.number("port"))
+    if table.has("pair"):
+        pair = table.number("pair")
+        return tuple(tuple(BytesPerSecond(0.0 if a == b else pair) for b in range(count)) for a in range(count)), port
+    counts = table.rows("counts")
+    table.text("counts_source")
+    if len(counts) != count or any(len(row) != count for row in counts):
+        raise table.wrong("counts", f"is not a matrix of {count} x {count}")
+    if any(counts[a][b] != counts[b][a] or counts[a][a] for a in range(count) for b in range(count)):
+        raise table.wrong("counts", "is not symmetric with a diagonal of 0")
+    by_count = table.table("by_count")
+    speed = {0: 0.0} | {n: by_count.number(str(n)) for n in sorted({n for row in counts for n in row if n})}
+    return tuple(tuple(BytesPerSecond(speed[n]) for n in row) for row in counts), port
+
+
+def _uplinks(host: Table, count: int, gpus: int) -> tuple[tuple[tuple[int, ...], BytesPerSecond], ...]:
+    """Groups that share a host uplink; a group keeps only the GPUs in use."""
+    if not host.has("uplink_groups"):
+        return ()
+    groups = host.rows("uplink_groups")
+    host.text("uplink_groups_source")
+    bandwidth = BytesPerSecond(host.number("uplink"))
+    members = [gpu for group in groups for gpu in group]
+    if len(set(members)) != len(members) or any(gpu >= count for gpu in members):
+        raise host.wrong("uplink_groups", f"must name each of the GPUs 0..{count - 1} at most once")
+    used = (tuple(gpu for gpu in group if gpu < gpus) for group in groups)
+    return tuple((group, bandwidth) for group in used if group)
