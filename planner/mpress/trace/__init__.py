@@ -1,0 +1,1 @@
+"""From the user's model file to a Graph: the only compiler package that imports torch."""

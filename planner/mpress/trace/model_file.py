@@ -1,0 +1,174 @@
+"""Loads the user's model file behind a fence: its prints go to stderr, it sees no arguments, its `__main__` part never runs."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpress.errors import InputError, MpressError
+from mpress.trace.semantics import gpu_semantics
+from mpress.trace.source import at, error_source
+
+Value = int | float | bool | str
+_STUB = """add this to the file:
+
+def build_model(**kw):
+    return {model}
+
+def example_inputs(batch=1):
+    return (torch.randn(batch, 16),)
+
+def loss(out):              # not needed when the model returns its loss
+    return out.square().mean()"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """The user's functions.  `name` is the file's stem; `folder` bounds where errors are looked for; `arguments` are parsed --model-arg."""
+
+    name: str
+    file: str
+    folder: Path
+    factory_name: str
+    factory: Callable[..., Any]
+    inputs: Callable[..., Any]
+    loss: Callable[[Any], Any] | None
+    arguments: dict[str, Value]
+
+
+def parse_value(text: str) -> Value:
+    """Read a --model-arg value as int, float or bool where it looks like one, else as text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+@contextmanager
+def fence(path: Path) -> Iterator[None]:
+    """Run user code: stdout is stderr, sys.argv is [file], nothing is written beside the user's files, the RNG is left as it was."""
+    saved_argv, saved_path, saved_bytecode = sys.argv, list(sys.path), sys.dont_write_bytecode
+    sys.argv, sys.dont_write_bytecode = [str(path)], True
+    try:
+        with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
+    finally:
+        sys.argv, sys.path[:], sys.dont_write_bytecode = saved_argv, saved_path, saved_bytecode
+
+
+def _execute(path: Path) -> ModuleType:
+    """Import the file without writing bytecode, under a name that is not __main__."""
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise InputError("model-file", f"cannot read the model file: {error.strerror}", str(path), "check the path") from None
+    module = ModuleType(f"mpress_user_model_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    with fence(path), gpu_semantics(tracing=False):
+        sys.path.insert(0, str(path.parent))
+        try:
+            exec(compile(source, str(path), "exec"), module.__dict__)
+        except SyntaxError as error:
+            raise InputError("model-file", f"syntax error: {error.msg}", f"{path.name}:{error.lineno}", "fix the line") from None
+        except (Exception, SystemExit) as error:
+            place = at(error_source(error.__traceback__, path.parent), path.name)
+            message = f"importing the model file failed: {type(error).__name__}: {error}"
+            raise InputError("model-file", message, place, "the file must be importable without arguments or data") from None
+    return module
+
+
+def _missing(module: ModuleType, file: str, function: str) -> InputError:
+    found = sorted(
+        name
+        for name, item in vars(module).items()
+        if isinstance(item, type) and issubclass(item, nn.Module) and item.__module__ == module.__name__
+    )
+    listing = f"; modules defined there: {', '.join(found)}" if found else "; it defines no nn.Module"
+    stub = _STUB.format(model=f"{found[-1] if found else 'MyModel'}(**kw)")
+    return InputError("model-file", f"the model file has no function '{function}'{listing}", file, stub)
+
+
+def load(path: str, model_args: Mapping[str, str]) -> ModelFile:
+    """Load "model.py" or "model.py:factory".  Raises InputError("model-file") for a file that is missing or lacks a function."""
+    text, _, factory_name = path.rpartition(":") if ":" in path and not path.endswith(".py") else (path, "", "build_model")
+    place = Path(text).resolve()
+    if not place.is_file():
+        raise InputError("model-file", f"there is no file '{text}'", text, "give the path of a Python file that defines build_model")
+    module = _execute(place)
+    functions: dict[str, Callable[..., Any]] = {}
+    for name in (factory_name, "example_inputs"):
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise _missing(module, place.name, name)
+        functions[name] = function
+    loss = getattr(module, "loss", None)
+    return ModelFile(
+        name=place.stem,
+        file=place.name,
+        folder=place.parent,
+        factory_name=factory_name,
+        factory=functions[factory_name],
+        inputs=functions["example_inputs"],
+        loss=loss if callable(loss) else None,
+        arguments={key: parse_value(value) for key, value in sorted(model_args.items())},
+    )
+
+
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Value]) -> dict[str, Value]:
+    parameters = inspect.signature(function).parameters
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
+        return dict(arguments)
+    return {key: value for key, value in arguments.items() if key in parameters}
+
+
+def _call(model: ModelFile, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        hint = f"check --model-arg against the parameters of {name}{inspect.signature(function)}"
+        raise InputError("model-arg", f"{name} does not accept these --model-arg: {error}", model.file, hint) from None
+    try:
+        return function(**arguments)
+    except MpressError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = at(error_source(error.__traceback__, model.folder), model.file)
+        hint = "build_model runs on the 'meta' device: it must not read weight values; check --model-arg"
+        raise InputError("model-file", f"{name} failed: {type(error).__name__}: {error}", place, hint) from None
+
+
+def build(model: ModelFile) -> nn.Module:
+    """Build the user's model on the meta device (no weight is allocated), in training mode."""
+    with fence(model.folder / model.file), gpu_semantics(tracing=False), torch.device("meta"):
+        module = _call(model, model.factory_name, model.factory, model.arguments)
+    if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        raise InputError("model-file", f"{model.factory_name} returned {kind}, not an nn.Module", model.file, "return the model itself")
+    return module.train()
+
+
+def example_inputs(model: ModelFile, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the user's example_inputs(batch=...) for real, on CPU; returns positional and keyword arguments of the forward."""
+    arguments = {**_accepted(model.inputs, model.arguments), "batch": batch}
+    with fence(model.folder / model.file):
+        made = _call(model, "example_inputs", model.inputs, arguments)
+    if isinstance(made, Mapping):
+        return (), dict(made)
+    if isinstance(made, tuple | list):
+        return tuple(made), {}
+    if isinstance(made, torch.Tensor):
+        return (made,), {}
+    raise InputError("model-file", f"example_inputs returned {type(made).__name__}", model.file, "return a tuple or a dict of tensors")

@@ -1,0 +1,219 @@
+"""Records one training step of the user's model (forward, loss, backward) on fake tensors: no weight is allocated, nothing is computed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as module_hooks
+from torch.utils._pytree import tree_map
+
+from mpress.errors import InputError, MpressError
+from mpress.graph import Graph, Kind
+from mpress.trace.lower import Given, Named, lower
+from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
+from mpress.trace.recorder import Recorder
+from mpress.trace.semantics import gpu_semantics
+from mpress.trace.source import at, entry, error_source, forget_sources
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def trace(path: str, *, model_args: Mapping[str, str], micro_batch: int, precision: str) -> Graph:
+    """Trace "model.py" (or "model.py:factory") at `micro_batch` samples with parameters and inputs in fp32, bf16 or fp16.
+
+    Raises InputError for a file that cannot be loaded and a model that cannot be planned.
+    """
+    dtype = _PRECISIONS.get(precision)
+    if dtype is None:
+        raise InputError("precision", f"'{precision}' is not a precision", "--precision", f"use one of {', '.join(sorted(_PRECISIONS))}")
+    if micro_batch < 1:
+        raise InputError("micro-batch", f"a micro-batch of {micro_batch} samples is empty", "--micro-batch", "use 1 or more")
+    forget_sources()
+    model_file = load(path, model_args)
+    model = build(model_file)
+    positional, keyword = example_inputs(model_file, micro_batch)
+    with _collector_off():
+        return _record(model_file, model, positional, keyword, micro_batch, dtype)
+
+
+def _record(
+    model_file: ModelFile, model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any], micro_batch: int, dtype: torch.dtype
+) -> Graph:
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    paths = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    recorder = Recorder(paths)
+    parameters, buffers = _adopt_state(model, fake_mode, recorder, dtype)
+    given: list[Given] = []
+
+    def adopt(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        target = dtype if value.is_floating_point() else value.dtype
+        fake = _fake(fake_mode, torch.empty_strided(value.shape, value.stride(), dtype=target, device="meta"))
+        whole = not value.is_floating_point() and not value.is_complex() and value.numel() > 0
+        low, high = (int(value.min()), int(value.max())) if whole else (0, 0)
+        given.append(Given(name, recorder.adopt(fake, Kind.INPUT, name), low, high))
+        return fake
+
+    names = _input_names(model, len(positional))
+    fake_positional = tuple(_adopt_nested(adopt, name, value) for name, value in zip(names, positional, strict=True))
+    fake_keyword = {name: _adopt_nested(adopt, name, value) for name, value in keyword.items()}
+    arrived: list[tuple[str, int]] = []
+    for parameter in parameters:
+        tensor = recorder.values[parameter.value].item
+        if parameter.trainable:
+            tensor.register_hook(_on_gradient(recorder, arrived, parameter.names[0]))
+    loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword)
+    reached = {name for name, _ in arrived}
+    for parameter in parameters:
+        if parameter.trainable and parameter.names[0] not in reached:
+            name = parameter.names[0]
+            hint = "freeze it with requires_grad_(False), or remove it from the model"
+            raise InputError("no-gradient", f"parameter '{name}' gets no gradient from the loss", name, hint)
+    return lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived))
+
+
+def _fake(mode: FakeTensorMode, meta: torch.Tensor) -> torch.Tensor:
+    return FakeTensor(mode, meta, torch.device("cpu"))
+
+
+def _adopt_state(
+    model: nn.Module, mode: FakeTensorMode, recorder: Recorder, dtype: torch.dtype
+) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
+    """Replace parameters and buffers by fake ones of the wanted precision; tied ones (one object, several names) stay tied."""
+    memo: dict[int, torch.Tensor] = {}
+    names: dict[int, list[str]] = {}
+    originals: list[torch.Tensor] = []
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in memo:
+                    target = dtype if tensor.is_floating_point() else tensor.dtype
+                    fake = _fake(mode, torch.empty_strided(tensor.shape, tensor.stride(), dtype=target, device="meta"))
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    names[id(tensor)] = []
+                    originals.append(tensor)
+                names[id(tensor)].append(f"{prefix}.{name}" if prefix else name)
+                table[name] = memo[id(tensor)]  # type: ignore[assignment]
+    found: dict[bool, list[Named]] = {True: [], False: []}
+    for original in originals:
+        is_parameter = isinstance(original, nn.Parameter)
+        known = tuple(names[id(original)])
+        value = recorder.adopt(memo[id(original)], Kind.PARAMETER if is_parameter else Kind.BUFFER, known[0])
+        found[is_parameter].append(Named(known, value, is_parameter and original.requires_grad, original.numel()))
+    return tuple(found[True]), tuple(found[False])
+
+
+def _adopt_nested(adopt: Any, name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return adopt(name, value)
+    count = iter(range(1_000_000))
+    return tree_map(lambda leaf: adopt(f"{name}.{next(count)}", leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _input_names(model: nn.Module, count: int) -> list[str]:
+    """Names of the positional parameters of the model's forward, "input0" where it has none."""
+    code = getattr(type(model).forward, "__code__", None)
+    declared = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
+    return (declared + [f"input{i}" for i in range(len(declared), count)])[:count]
+
+
+def _on_gradient(recorder: Recorder, arrived: list[tuple[str, int]], name: str) -> Any:
+    def hook(gradient: torch.Tensor) -> None:
+        arrived.append((name, recorder.find(gradient)))
+
+    return hook
+
+
+def _step(
+    model_file: ModelFile,
+    model: nn.Module,
+    recorder: Recorder,
+    mode: FakeTensorMode,
+    positional: tuple[Any, ...],
+    keyword: dict[str, Any],
+) -> int:
+    """Forward, loss and backward under the recorder; returns the value of the loss."""
+    try:
+        with (
+            fence(model_file.folder / model_file.file),
+            redirect_stdout(sys.stderr),
+            gpu_semantics(tracing=True),
+            _module_hooks(recorder),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.enable_grad(),
+            mode,
+            recorder,
+            saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+        ):
+            result = model(*positional, **keyword)
+            loss = _scalar(model_file, result)
+            number = recorder.find(loss)
+            for value in recorder.values:
+                value.differentiable = value.item.requires_grad
+            with torch.no_grad(), recorder.paused():
+                seed = torch.ones_like(loss)
+            recorder.start_backward(seed)
+            torch.autograd.backward(loss, seed)
+            return number
+    except MpressError:
+        raise
+    except Exception as error:
+        source = error_source(error.__traceback__)
+        line = f" at `{source.code}`" if source.code else ""
+        text = str(error).strip().splitlines()
+        message = f"the model failed{line}: {type(error).__name__}: {text[0] if text else ''}"
+        hint = "run the model once on CPU with example_inputs; if that works, this operator cannot be traced yet"
+        raise InputError("trace", message, at(source, model_file.file), hint) from None
+
+
+def _scalar(model_file: ModelFile, result: Any) -> torch.Tensor:
+    """The loss: the model's result if it is one number, else the user's loss(result)."""
+    if not (isinstance(result, torch.Tensor) and result.numel() == 1) and model_file.loss is not None:
+        result = model_file.loss(result)
+    if not isinstance(result, torch.Tensor) or result.numel() != 1:
+        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        hint = "return the loss from forward, or define loss(out) in the model file"
+        raise InputError("loss", f"the model returns {what}, not a loss (one number)", model_file.file, hint)
+    if not result.requires_grad:
+        raise InputError("no-gradient", "the loss depends on no trainable parameter", model_file.file, "leave some parameters trainable")
+    return result
+
+
+@contextmanager
+def _module_hooks(recorder: Recorder) -> Iterator[None]:
+    handles = [
+        module_hooks.register_module_forward_pre_hook(recorder.enter),
+        module_hooks.register_module_forward_hook(recorder.leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Recording makes many long-lived objects; collecting garbage among them would take half the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+entry(_step.__code__)
