@@ -1,0 +1,291 @@
+"""Report -> tables and words, and Report -> the `--json` document.  Pure: prints nothing, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mpress.emit.report import ACTIONS, Report, StageReport
+from mpress.plan import HOST
+from mpress.units import GIB, MIB, gib
+from mpress_cli.console import SCHEMA_VERSION, Json
+
+WORDS = {"keep": "keep", "recompute": "recompute", "swap_host": "swap to host", "swap_d2d": "swap to GPUs"}
+CAUSE_COLUMNS = ("weights", "gradients", "optimizer", "activations", "foreign stripes")
+SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "foreign stripes": "foreign"}
+MATRIX_GPUS = 8  # a wider matrix does not fit 80 columns; a list is shown instead
+MAX_KINDS = 8  # rows of tensor kinds per action; the rest is summed
+
+
+def screen(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> Group:
+    """The whole screen of a plan, readable at 80 columns and without colour."""
+    parts: list[RenderableType] = [heading(report), memory_table(report), cause_table(report), stage_table(report), action_table(report)]
+    if any(row.to_gpu != HOST for row in report.stripes):
+        parts.append(stripe_matrix(report))
+    parts.append(summary(report, files, timings))
+    spaced: list[RenderableType] = []
+    for part in parts:
+        spaced += [part, Text()]
+    return Group(*spaced[:-1])
+
+
+def heading(report: Report) -> Group:
+    """Machine and recipe in words."""
+    capacities = sorted({(stage.capacity_bytes, stage.usable_bytes) for stage in report.stages})
+    sizes = ", ".join(f"{gib(capacity)} each, {gib(usable)} usable ({report.reserve:.1%} reserved)" for capacity, usable in capacities)
+    return Group(
+        _line("model", f"{report.model}, {count(report.parameters)} parameters"),
+        _line("machine", f"{report.machine}, {report.gpus} GPUs, {sizes}"),
+        _line("recipe", report.recipe_words),
+        _line("schedule", f"{report.schedule}, {report.micro_batches} micro-batches of {report.micro_batch}, {len(report.stages)} stages"),
+    )
+
+
+def memory_table(report: Report) -> Table:
+    """What plain pipelining would need beside what the plan needs, GPU by GPU."""
+    size, unit = _scale(max(max(s.unplanned_peak_bytes, s.capacity_bytes) for s in report.stages))
+    table = _table(f"Peak memory per GPU, {unit}", "GPU", f"plain {report.schedule}", "planned", "usable", "free", "at step")
+    for stage in report.stages:
+        over = stage.unplanned_peak_bytes > stage.usable_bytes
+        plain = Text(f"{stage.unplanned_peak_bytes / size:.2f}{' over' if over else ''}", style="bold red" if over else "")
+        free = stage.usable_bytes - stage.peak_bytes
+        table.add_row(
+            str(stage.gpu), plain, f"{stage.peak_bytes / size:.2f}", f"{stage.usable_bytes / size:.2f}", f"{free / size:.2f}", stage.peak_action
+        )
+    return table
+
+
+def cause_table(report: Report) -> Table:
+    """The planned peak by cause, and how many micro-batches the activations are of."""
+    size, unit = _scale(max(s.capacity_bytes for s in report.stages))
+    heads = [SHORT.get(cause, cause) for cause in CAUSE_COLUMNS]
+    table = _table(f"Planned peak by cause, {unit}", "GPU", *heads, "in flight", "working", "reserve")
+    for stage in report.stages:
+        causes = dict(stage.causes)
+        working = sum(part for cause, part in stage.causes if cause not in CAUSE_COLUMNS)
+        cells = [f"{causes.get(cause, 0) / size:.2f}" for cause in CAUSE_COLUMNS]
+        reserve = stage.capacity_bytes - stage.usable_bytes
+        table.add_row(str(stage.gpu), *cells, f"x{stage.in_flight}", f"{working / size:.2f}", f"{reserve / size:.2f}")
+    table.caption = "working: inputs, boundary and swap buffers, temporaries"
+    return table
+
+
+def stage_table(report: Report) -> Table:
+    """Which layers run where, and the seconds of one micro-batch."""
+    factor, unit = (1e3, "ms") if max(s.forward_seconds + s.backward_seconds for s in report.stages) < 10 else (1.0, "s")
+    table = _table(f"Stages ({unit} per micro-batch)", "stage", "GPU")
+    table.add_column("layers", justify="left", overflow="fold")
+    for head in ("params", "F", "B", "recompute"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for stage in report.stages:
+        seconds = (stage.forward_seconds, stage.backward_seconds, stage.recompute_seconds)
+        words = [f"{value * factor:.2f}" for value in seconds]
+        table.add_row(str(stage.stage), str(stage.gpu), stage.layers, count(stage.parameters), *words)
+    return table
+
+
+def action_table(report: Report) -> Table:
+    """Actions by kind of tensor: what stays, and what each way of making room moves off the GPUs."""
+    size, unit = _scale(max((row.held_bytes for row in report.actions), default=0))
+    table = Table(title=f"Actions ({unit} over all micro-batches in flight)", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for head in ("action", "tensors of"):
+        table.add_column(head, justify="left", overflow="fold")
+    for head in ("tensors", "size", "costs"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for action in ACTIONS:
+        rows = [row for row in report.actions if row.action == action]
+        for row in rows[:MAX_KINDS]:
+            table.add_row(WORDS[action], row.kind, str(row.tensors), f"{row.held_bytes / size:.2f}", "")
+        rest = rows[MAX_KINDS:]
+        if rest:
+            table.add_row(
+                WORDS[action],
+                f"{len(rest)} smaller kinds",
+                str(sum(row.tensors for row in rest)),
+                f"{sum(row.held_bytes for row in rest) / size:.2f}",
+                "",
+            )
+        if rows:
+            total = f"{sum(row.held_bytes for row in rows) / size:.2f}"
+            table.add_row(Text(WORDS[action], style="bold"), Text("all", style="bold"), str(sum(r.tensors for r in rows)), total, _cost(report, action))
+    return table
+
+
+def stripe_matrix(report: Report) -> Group:
+    """Who parks how much where: a matrix of stripes per step, and how busy the busiest links are."""
+    rows = [row for row in report.stripes if row.to_gpu != HOST]
+    size, unit = _scale(max(row.bytes for row in rows))
+    title = Text(f"D2D swap from -> to, {unit} per step one way (the same comes back)", style="bold")
+    targets = sorted({row.to_gpu for row in rows})
+    if len(targets) <= MATRIX_GPUS:
+        table = _table("", "from", *[f"-> {target}" for target in targets], "link use")
+        for source in sorted({row.from_gpu for row in rows}):
+            mine = {row.to_gpu: row for row in rows if row.from_gpu == source}
+            cells = [f"{mine[target].bytes / size:.2f}" if target in mine else "." for target in targets]
+            table.add_row(str(source), *cells, f"{max(row.link_use for row in mine.values()):.0%}")
+    else:
+        table = _table("", "from", "to", "moved", "link use")
+        for row in rows:
+            table.add_row(str(row.from_gpu), str(row.to_gpu), f"{row.bytes / size:.2f}", f"{row.link_use:.0%}")
+    return Group(title, table, Text("link use: share of the step the busiest of these links is in use", style="dim"))
+
+
+def summary(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> Group:
+    """Step time, throughput, how good the plan is, how long it took, what was written."""
+    throughput = f"{report.samples_per_second:.2f} samples/s"
+    lines = [
+        _line("step", f"{seconds(report.step_seconds)}, {throughput}, {report.bubble:.1%} of all GPUs' time idle"),
+        _line("proof", proof_words(report)),
+        _line("solved", f"in {timings.get('solve_seconds', 0.0):.1f} s by {report.solver}, {rounds(report.iterations)}"),
+    ]
+    lines += [_line("wrote" if index == 0 else "", name) for index, name in enumerate(files)]
+    if not files:
+        lines.append(_line("wrote", "nothing (--dry-run)"))
+    return Group(*lines)
+
+
+def proof_words(report: Report) -> str:
+    """The gap in words; never better than what was proven."""
+    limits = {
+        "optimal": "",
+        "work_limit": "; the work limit ended the search",
+        "interrupted": "; you ended the search",
+    }
+    ending = limits.get(report.status, "")
+    if report.gap < 0:
+        return f"no bound was proven: this is a valid plan, not known to be a good one{ending}"
+    missed = f" (asked for: {report.gap_target:.1%})" if report.gap > report.gap_target else ""
+    return f"at most {_ceil_percent(report.gap)} from the best plan under this cost model{missed}{ending}"
+
+
+def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> dict[str, Json]:
+    """The `--json` document.  Bytes are integers, seconds and shares floats; -1 as a GPU is host memory; gap null if none was proven."""
+    actions: dict[str, Json] = {}
+    for action in ACTIONS:
+        tensors, size = report.total(action)
+        actions[action] = {"tensors": tensors, "bytes": size}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": report.status,
+        "gap": report.gap if report.gap >= 0 else None,
+        "bound_seconds": report.bound_seconds,
+        "step_seconds": report.step_seconds,
+        "bubble": report.bubble,
+        "samples_per_second": report.samples_per_second,
+        "model": {"name": report.model, "parameters": report.parameters},
+        "machine": {
+            "name": report.machine,
+            "gpus": report.gpus,
+            "reserve": report.reserve,
+            "host_memory_bytes": report.host_memory_bytes,
+        },
+        "recipe": {
+            "precision": report.precision,
+            "optimizer": report.optimizer,
+            "bytes_per_parameter": report.bytes_per_parameter,
+            "words": report.recipe_words,
+        },
+        "schedule": {"name": report.schedule, "micro_batch": report.micro_batch, "micro_batches": report.micro_batches},
+        "stages": [_stage_document(stage) for stage in report.stages],
+        "actions": actions,
+        "kinds": [
+            {"kind": row.kind, "action": row.action, "tensors": row.tensors, "bytes": row.bytes, "held_bytes": row.held_bytes}
+            for row in report.actions
+        ],
+        "d2d": [
+            {
+                "from_gpu": row.from_gpu,
+                "to_gpu": row.to_gpu,
+                "bytes": row.bytes,
+                "pool_bytes": row.pool_bytes,
+                "link_use": row.link_use,
+            }
+            for row in report.stripes
+            if row.to_gpu != HOST
+        ],
+        "host": [
+            {"gpu": row.from_gpu, "bytes": row.bytes, "pool_bytes": row.pool_bytes, "link_use": row.link_use}
+            for row in report.stripes
+            if row.to_gpu == HOST
+        ],
+        "files": list(files),
+        "timings": dict(sorted(timings.items())),
+    }
+
+
+def _stage_document(stage: StageReport) -> dict[str, Json]:
+    causes: dict[str, Json] = {f"{cause.replace(' ', '_')}_bytes": size for cause, size in stage.causes}
+    return {
+        "stage": stage.stage,
+        "gpu": stage.gpu,
+        "layers": stage.layers,
+        "parameters": stage.parameters,
+        "unplanned_peak_bytes": stage.unplanned_peak_bytes,
+        "peak_bytes": stage.peak_bytes,
+        "peak_action": stage.peak_action,
+        "capacity_bytes": stage.capacity_bytes,
+        "usable_bytes": stage.usable_bytes,
+        "in_flight": stage.in_flight,
+        "forward_seconds": stage.forward_seconds,
+        "backward_seconds": stage.backward_seconds,
+        "recompute_seconds": stage.recompute_seconds,
+        "stall_seconds": stage.stall_seconds,
+        "causes": causes,
+    }
+
+
+def count(number: int) -> str:
+    """15.34 B, 51.4 M, 920 K or 12."""
+    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= factor:
+            return f"{number / factor:.{2 if unit == 'B' else 1}f} {unit}"
+    return str(number)
+
+
+def seconds(value: float) -> str:
+    """12.34 s, 56.7 ms or 8.9 us."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def rounds(iterations: int) -> str:
+    """How many times the problem was solved."""
+    return "one round" if iterations == 1 else f"{iterations} rounds"
+
+
+def _cost(report: Report, action: str) -> str:
+    """What an action costs in the whole step: recompute its seconds, swaps the compute time lost waiting for them (both kinds together)."""
+    if action == "recompute":
+        return f"{seconds(report.recompute_seconds)} compute"
+    return f"{seconds(report.stall_seconds)} waiting" if action.startswith("swap") else ""
+
+
+def _ceil_percent(share: float) -> str:
+    """A share in percent, rounded up to a tenth: a proof must not be rounded down."""
+    tenths = int(share * 1000)
+    return f"{(tenths + (tenths < share * 1000 - 1e-9)) / 10:.1f} %"
+
+
+def _scale(largest: int) -> tuple[int, str]:
+    """One unit for a whole table."""
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB")):
+        if largest >= 0.5 * factor:
+            return factor, unit
+    return 1024, "KiB"
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title or None, title_justify="left", title_style="bold", caption_justify="left", box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def _line(name: str, words: str) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9, style="bold")
+    grid.add_column(overflow="fold")
+    grid.add_row(name, words)
+    return grid

@@ -1,0 +1,170 @@
+"""The command line: exit codes, streams, refusals.  The driver is replaced where a plan would only take time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from unit.test_render import report
+
+import mpress.driver
+from mpress.driver import Options, Outcome, Progress, file_names
+from mpress.errors import BrokenPlanError, InfeasibleError, InputError
+from mpress.plan import ScheduleKind
+from mpress_cli.app import run
+
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """A driver that plans nothing and remembers what it was asked."""
+    asked: list[Options] = []
+
+    def plan_model(options: Options, on_step: Progress) -> Outcome:
+        asked.append(options)
+        on_step("trace", None, "")
+        on_step("trace", 1.25, "12 operators")
+        files = () if options.dry_run else file_names(options.model)
+        return Outcome(report(), files, (("trace_seconds", 1.25), ("solve_seconds", 2.0), ("emit_seconds", 0.1)))
+
+    monkeypatch.setattr(mpress.driver, "plan_model", plan_model)
+    return asked
+
+
+def refuse_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def plan_model(options: Options, on_step: Progress) -> Outcome:
+        raise error
+
+    monkeypatch.setattr(mpress.driver, "plan_model", plan_model)
+
+
+def test_help_needs_neither_torch_nor_a_solver() -> None:
+    code = (
+        "import sys; from mpress_cli.app import run; code = run(['--help']); "
+        "print(code, [m for m in ('torch', 'ortools', 'mpress.driver', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    for flag in ("--gpus", "--machine", "--model-arg", "--json", "--dry-run", "--dump-fx", "--work-limit", "Exit codes"):
+        assert flag in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpress-plan {mpress.__version__}\n"
+
+
+def test_options_reach_the_driver(seen: list[Options], tmp_path: Path) -> None:
+    line = f"m.py:make --gpus 4 --schedule gpipe --precision fp16 --optimizer sgd-momentum --gap 0.02 --out {tmp_path} --model-arg a=1 --model-arg b=x=y"
+    assert run(line.split()) == 0
+    (options,) = seen
+    assert (options.model, options.gpus, options.schedule, options.out) == ("m.py:make", 4, ScheduleKind.GPIPE, tmp_path)
+    assert (options.precision.value, options.optimizer.value, options.gap) == ("fp16", "sgd-momentum", 0.02)
+    assert options.model_args == (("a", "1"), ("b", "x=y"))
+    assert (options.micro_batch, options.micro_batches, options.reserve) == (1, 32, 0.05)
+
+
+def test_data_on_stdout_talk_on_stderr(seen: list[Options], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["m.py", "--gpus", "8"]) == 0
+    said = capsys.readouterr()
+    assert "Peak memory per GPU" in said.out and "12 operators" not in said.out
+    assert "trace" in said.err and "1.2 s" in said.err and "12 operators" in said.err and "Peak" not in said.err
+
+
+def test_json_is_exactly_one_document(seen: list[Options], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["m.py", "--gpus", "8", "--json", "--dry-run"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"] == "gap_reached" and document["files"] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (InfeasibleError("no-plan", "no plan fits", "stage 0", "use more GPUs"), 1),
+        (InputError("no-file", "'m.py' does not exist", "m.py", "check the path"), 2),
+        (BrokenPlanError("over-capacity", "stage 0 needs 40 GiB", "stage 0", "report it"), 3),
+    ],
+)
+def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: InputError, exit_code: int) -> None:
+    refuse_with(monkeypatch, error)
+    assert run(["m.py", "--gpus", "8"]) == exit_code
+    said = capsys.readouterr()
+    assert said.out == ""
+    for words in (error.code, error.message, error.where, error.hint):
+        assert words in said.err
+    assert "Traceback" not in said.err and len(said.err.splitlines()) < 24
+    assert run(["m.py", "--gpus", "8", "--json"]) == exit_code
+    document = json.loads(capsys.readouterr().out)
+    assert document == {
+        "schema_version": 1,
+        "status": "error",
+        "code": error.code,
+        "message": error.message,
+        "where": error.where,
+        "hint": error.hint,
+    }
+
+
+def test_a_bug_is_ours_and_shows_its_traceback_only_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse_with(monkeypatch, ZeroDivisionError("division by zero"))
+    assert run(["m.py", "--gpus", "8"]) == 3
+    said = capsys.readouterr().err
+    assert "internal" in said and "ZeroDivisionError" in said and "--traceback" in said and "Traceback" not in said
+    assert run(["m.py", "--gpus", "8", "--traceback"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse_with(monkeypatch, KeyboardInterrupt())
+    monkeypatch.setattr("mpress_cli.app.signal.signal", lambda *_: None)
+    assert run(["m.py", "--gpus", "8", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["code"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "m.py", "m.py --gpus x", "m.py --gpus 8 --schedule zb", "m.py --gpus 8 --nonsense", "m.py other.py --gpus 8", "m.py --gpus 8 --model-arg a"],
+)
+def test_a_wrong_command_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "hint" in said.err and "Traceback" not in said.err
+    assert run([*line.split(), "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"] == "error" and document["code"] in ("usage", "model-arg")
+
+
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        ("--gpus 0", "--gpus"),
+        ("--gpus 8 --reserve 1", "--reserve"),
+        ("--gpus 8 --gap nan", "--gap"),
+        ("--gpus 8 --micro-batches 0", "--micro-batches"),
+        ("--gpus 8 --work-limit -1", "--work-limit"),
+        ("--gpus 8 --out no/such/directory", "--out"),
+    ],
+)
+def test_options_are_checked_before_tracing(flags: str, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([EXAMPLE, *flags.split(), "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["where"] == where and document["message"]
+
+
+def test_an_error_leaves_an_earlier_plan_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "broken.py"
+    model.write_text("def build_model():\n    raise ValueError('no')\n\ndef example_inputs(batch=1):\n    return ()\n")
+    for name in file_names(str(model)):
+        (tmp_path / name).write_text("an earlier plan")
+    assert run([str(model), "--gpus", "2", "--out", str(tmp_path), "--json"]) == 2
+    assert [(tmp_path / name).read_text() for name in file_names(str(model))] == ["an earlier plan"] * 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["broken.py", "broken.schedule.json", "broken_mpress.py"]
+
+
+def test_file_names() -> None:
+    assert file_names("models/gpt.py:tiny") == ("gpt_mpress.py", "gpt.schedule.json")
+    assert file_names("gpt.py") == ("gpt_mpress.py", "gpt.schedule.json")

@@ -1,0 +1,182 @@
+"""The screen, the JSON document and the words of a plan, from a Report made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from mpress.cells import Cell, Chain
+from mpress.emit.report import ActionReport, Report, StageReport, StripeReport, layer_words
+from mpress.plan import HOST
+from mpress.units import GIB, Bytes, Seconds
+from mpress_cli.render import count, json_document, proof_words, screen, seconds
+
+TIMINGS = {"trace_seconds": 1.0, "solve_seconds": 2.5, "emit_seconds": 0.5}
+FILES = ("out/gpt_mpress.py", "out/gpt.schedule.json")
+
+
+def stage(index: int, plain: float) -> StageReport:
+    causes = (
+        ("weights", Bytes(4 * GIB)),
+        ("gradients", Bytes(4 * GIB)),
+        ("optimizer", Bytes(12 * GIB)),
+        ("inputs", Bytes(GIB)),
+        ("activations", Bytes(10 * GIB)),
+        ("swap buffers", Bytes(GIB)),
+        ("boundary", Bytes(GIB)),
+        ("foreign stripes", Bytes(0)),
+        ("workspace", Bytes(2 * GIB)),
+    )
+    return StageReport(
+        stage=index,
+        gpu=index,
+        layers=f"h.{index * 9}-h.{index * 9 + 8}",
+        parameters=1_912_000_000,
+        unplanned_peak_bytes=Bytes(int(plain * GIB)),
+        peak_bytes=Bytes(35 * GIB),
+        peak_action=f"{index}B0",
+        capacity_bytes=Bytes(40 * GIB),
+        usable_bytes=Bytes(38 * GIB),
+        in_flight=8 - index,
+        forward_seconds=Seconds(0.05),
+        backward_seconds=Seconds(0.1),
+        recompute_seconds=Seconds(0.0123),
+        stall_seconds=Seconds(0.001),
+        causes=causes,
+    )
+
+
+def report() -> Report:
+    return Report(
+        model="gpt",
+        machine="dgx-a100-40gb",
+        gpus=8,
+        reserve=0.05,
+        host_memory_bytes=Bytes(1024 * GIB),
+        precision="bf16",
+        optimizer="adamw",
+        recipe_words="16 B/parameter: 2 weight + 2 gradient + 4 master weight + 4 + 4 AdamW moments",
+        bytes_per_parameter=16,
+        parameters=15_300_000_000,
+        schedule="1f1b",
+        micro_batch=1,
+        micro_batches=32,
+        status="gap_reached",
+        gap=0.00312,
+        gap_target=0.01,
+        bound_seconds=Seconds(7.97),
+        step_seconds=Seconds(8.0),
+        bubble=0.181,
+        samples_per_second=4.0,
+        recompute_seconds=Seconds(3.1),
+        stall_seconds=Seconds(0.008),
+        solver="scip",
+        iterations=1,
+        stages=tuple(stage(s, 60.0 if s < 2 else 30.0) for s in range(8)),
+        actions=(
+            ActionReport("mlp.c_fc addmm", "keep", 75, Bytes(75 * GIB // 64), Bytes(75 * GIB // 16)),
+            ActionReport("mlp gelu", "recompute", 20, Bytes(20 * GIB // 64), Bytes(20 * GIB // 16)),
+            ActionReport("attn.c_attn addmm", "swap_d2d", 9, Bytes(9 * GIB // 64), Bytes(9 * GIB // 16)),
+        ),
+        stripes=(
+            StripeReport(0, HOST, Bytes(GIB), Bytes(GIB // 4), 0.2),
+            StripeReport(0, 6, Bytes(3 * GIB), Bytes(GIB), 0.031),
+            StripeReport(0, 7, Bytes(3 * GIB), Bytes(GIB), 0.033),
+            StripeReport(1, 7, Bytes(GIB), Bytes(GIB), 0.01),
+        ),
+    )
+
+
+def printed(value: Report, *, colour: bool = False) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=colour, no_color=not colour, highlight=False)
+    console.print(screen(value, FILES, TIMINGS))
+    return stream.getvalue()
+
+
+def test_screen_fits_80_columns_and_says_what_matters_without_colour() -> None:
+    text = printed(report())
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "\x1b" not in text
+    assert "..." not in text and "\u2026" not in text  # nothing is cut
+    for words in ("60.00 over", "35.00", "38.00", "h.0-h.8", "1.91 B", "50.00", "100.00", "12.30", "x8", "swap to GPUs", "-> 7", "3 %"):
+        assert words.replace("3 %", "3%") in text
+    assert "at most 0.4 % from the best plan under this cost model" in text
+    assert "8.00 s, 4.00 samples/s, 18.1% of all GPUs' time idle" in text
+    assert "in 2.5 s by scip" in text
+    assert "out/gpt_mpress.py" in text
+
+
+def test_plain_peaks_over_the_usable_memory_are_red() -> None:
+    text = printed(report(), colour=True)
+    assert "\x1b[1;31m60.00 over\x1b[0m" in text
+    assert "\x1b[1;31m30.00" not in text
+
+
+def test_a_machine_with_many_donors_gets_a_list_instead_of_a_matrix() -> None:
+    many = tuple(StripeReport(0, gpu, Bytes(GIB), Bytes(GIB), 0.01) for gpu in range(1, 16))
+    text = printed(replace(report(), stripes=many))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "link use" in text
+
+
+@pytest.mark.parametrize(
+    ("gap", "words"),
+    [(0.004, "at most 0.4 %"), (0.0041, "at most 0.5 %"), (0.0, "at most 0.0 %"), (0.0204, "at most 2.1 % from the best plan under this cost model (asked")],
+)
+def test_a_proof_is_rounded_up_never_down(gap: float, words: str) -> None:
+    assert proof_words(replace(report(), gap=gap)).startswith(words)
+
+
+def test_a_plan_without_a_bound_says_so() -> None:
+    value = replace(report(), gap=-1.0, status="interrupted")
+    assert "no bound was proven" in proof_words(value)
+    assert "you ended the search" in proof_words(value)
+    assert json_document(value, (), TIMINGS)["gap"] is None
+
+
+def test_json_document_has_the_promised_keys_and_plain_numbers() -> None:
+    document = json.loads(json.dumps(json_document(report(), FILES, TIMINGS), allow_nan=False))
+    promised = "schema_version status gap step_seconds bubble samples_per_second machine recipe stages actions d2d files timings"
+    assert set(promised.split()) <= set(document)
+    first = document["stages"][0]
+    promised = (
+        "stage gpu layers parameters unplanned_peak_bytes peak_bytes capacity_bytes usable_bytes in_flight forward_seconds "
+        "backward_seconds recompute_seconds"
+    )
+    assert set(promised.split()) <= set(first)
+    assert first["peak_bytes"] == 35 * GIB == sum(first["causes"].values())
+    assert document["actions"] == {
+        "keep": {"tensors": 75, "bytes": 75 * GIB // 64},
+        "recompute": {"tensors": 20, "bytes": 20 * GIB // 64},
+        "swap_host": {"tensors": 0, "bytes": 0},
+        "swap_d2d": {"tensors": 9, "bytes": 9 * GIB // 64},
+    }
+    assert [(row["from_gpu"], row["to_gpu"], row["bytes"]) for row in document["d2d"]] == [(0, 6, 3 * GIB), (0, 7, 3 * GIB), (1, 7, GIB)]
+    assert document["files"] == list(FILES)
+    assert set(document["timings"]) == {"trace_seconds", "solve_seconds", "emit_seconds"}
+
+
+def chain(*names: str) -> Chain:
+    empty: tuple[int, ...] = ()
+    cells = tuple(Cell(i, 0, name, "", empty, empty, empty, empty, (), (), empty, empty, empty, empty) for i, name in enumerate(names))
+    return Chain(cells, (0,), ())
+
+
+def test_layers_are_named_in_few_words() -> None:
+    cells = chain("wte..drop", "h.0", "h.1", "h.2", "ln_f..loss")
+    assert layer_words(cells, 0, 5) == "wte..drop, h.0-h.2, ln_f..loss"
+    assert layer_words(cells, 1, 2) == "h.0"
+    parts = chain("wte", "h.0/1", "h.0/2", "h.0/3", "h.1/1", "h.1/2", "h.1/3", "h.2/1", "h.2/2", "h.2/3", "head")
+    assert layer_words(parts, 0, 11) == "wte, h.0-h.2, head"
+    assert layer_words(parts, 0, 3) == "wte, h.0/1-2"
+    assert layer_words(parts, 3, 9) == "h.0/3, h.1, h.2/1-2"
+
+
+def test_numbers_are_short() -> None:
+    assert [count(n) for n in (7, 1500, 51_400_000, 15_340_000_000)] == ["7", "1.5 K", "51.4 M", "15.34 B"]
+    assert [seconds(s) for s in (12.345, 0.0567, 8.9e-6)] == ["12.35 s", "56.7 ms", "8.9 us"]
