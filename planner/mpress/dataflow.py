@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mpress.cells import Cell
-from mpress.graph import Graph, Kind, Op, Phase, Tensor, reads
+from mpress.graph import Graph, Kind, Op, Tensor, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +118,16 @@ def study(graph: Graph, cell: Cell) -> Dataflow:
     rebuildable: set[int] = set()
     for index in cell.forward:
         op = ops[index]
-        if op.view or op.mutates or (op.random and not op.random_key):
+        if op.view or op.mutates:
             continue
         place = position[index]
         stable = all(tensors[t].storage not in unstable and mutated.get(tensors[t].storage, -1) < place for t in reads(op))
         if stable and all(s in rebuildable or s in natural or s in inputs for s in flow.read_storages(op)):
             rebuildable |= {s for s in flow.made_storages(op) if s not in mutated and s not in inputs}
-    return Dataflow(
-        cell, ops, tensors, sizes, position, maker, roots, natural, frozenset(inputs), mutated, frozenset(rebuildable)
-    )
+    return Dataflow(cell, ops, tensors, sizes, position, maker, roots, natural, frozenset(inputs), mutated, frozenset(rebuildable))
 
 
 def droppable(graph: Graph, cell: Cell) -> frozenset[int]:
-    """Saved storages of the cell that may be recomputed: made by the cell, never written in place, every draw repeatable."""
+    """Saved storages of the cell that may be recomputed: made by the cell, never written in place (draws repeat by their key)."""
     flow = study(graph, cell)
     return flow.natural & flow.rebuildable
-
-

@@ -58,7 +58,9 @@ def load_machine(name_or_path: str, *, gpus: int, reserve: float = 0.05) -> Mach
     `reserve` is the share of each GPU's capacity left alone (context, communication libraries, fragmentation).
     """
     if not 0.0 <= reserve < 1.0:
-        raise InputError("reserve", f"a reserve of {reserve} is not a share of the capacity", "--reserve", "give a number from 0 to below 1")
+        raise InputError(
+            "reserve", f"a reserve of {reserve} is not a share of the capacity", "--reserve", "give a number from 0 to below 1"
+        )
     profile = read_profile(name_or_path)
     name, count = profile.text("name"), profile.integer("devices")
     if gpus < 1 or gpus > count:
@@ -91,7 +93,7 @@ def _device(table: Table) -> Device:
         raise table.wrong("efficiency", f"is {efficiency}, a share of the peak is at most 1")
     return Device(
         capacity_bytes=Bytes(int(table.number("capacity_gib") * GIB)),
-        peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in peaks.keys()),
+        peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in peaks.names()),
         memory_bandwidth=BytesPerSecond(table.number("memory_bandwidth")),
         efficiency=efficiency,
         launch_seconds=table.number("launch_seconds", positive=False),

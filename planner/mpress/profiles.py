@@ -22,10 +22,10 @@ class Table:
         self._children: list[Table] = []
 
     def where(self, key: str) -> str:
-        """"links.port in dgx.toml", for refusals."""
+        """ "links.port in dgx.toml", for refusals."""
         return f"{self._key(key)} in {self._origin}"
 
-    def keys(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
 
     def has(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class Table:
 
     def finish(self) -> None:
         """Refuse keys nobody asked for: a misspelt key must not pass in silence."""
-        for key in self.keys():
+        for key in self.names():
             if key not in self._read:
                 raise self.wrong(key, "is not a key of a machine profile")
         for child in self._children:
