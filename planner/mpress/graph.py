@@ -132,7 +132,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An example input of the module.  low/high are the range of an integer input (0, 0 for floats), for made-up data."""
+    """An example input of the module.  low..high (inclusive) is the range of an integer input (0, 0 for floats), for made-up data."""
 
     name: str
     tensor: int
