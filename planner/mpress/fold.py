@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mpress.cell_types import canonical
 from mpress.cells import Cell, Chain, Segment
@@ -127,7 +128,13 @@ def _split(graph: Graph, positions: Positions, part: _Part) -> list[_Part]:
         ):
             borders.append(p)
     borders.append(part.last)
-    return [_Part(a, b, part.key, part.block) for a, b in zip(borders, borders[1:], strict=False)]
+    return [_piece(graph, positions, part, a, b) for a, b in pairwise(borders)]
+
+
+def _piece(graph: Graph, positions: Positions, part: _Part, first: int, last: int) -> _Part:
+    """Ops outside the block that were merged with it and cut off again are no part of the block."""
+    inside = any(_block_of(graph.ops[positions.forward[p]].module) == part.key for p in range(first, last))
+    return _Part(first, last, part.key if inside else "", inside)
 
 
 def _named(graph: Graph, positions: Positions, parts: Sequence[_Part]) -> list[_Part]:
@@ -245,9 +252,9 @@ def check_chain(graph: Graph, chain: Chain) -> None:
     """Raise BrokenPlanError("chain") unless every op is in one cell and data only crosses borders as the cells declare."""
     cell_of: dict[int, int] = {}
     for cell in chain.cells:
-        for op in cell.forward + cell.backward:
-            _require(op not in cell_of, f"op {op} is in two cells")
-            cell_of[op] = cell.index
+        for number in cell.forward + cell.backward:
+            _require(number not in cell_of, f"op {number} is in two cells")
+            cell_of[number] = cell.index
     _require(len(cell_of) == len(graph.ops), "an op is in no cell")
     _require(sum((s.period * s.count for s in chain.segments), ()) == tuple(c.type for c in chain.cells), "segments differ from cells")
     made = {t: op for op in graph.ops for t in op.outputs if t >= 0}
@@ -265,7 +272,7 @@ def check_chain(graph: Graph, chain: Chain) -> None:
             _require(other.index == cell.index + (-1 if down else 1), f"op {op.id} reads tensor {tensor} across cells")
             _require(tensor in (cell.inputs if down else cell.gradient_inputs), f"tensor {tensor} is an undeclared input of {cell.name}")
             _require(tensor in (other.outputs if down else other.gradient_outputs), f"tensor {tensor} is no output of {other.name}")
-    for left, right in zip(chain.cells, chain.cells[1:], strict=False):
+    for left, right in pairwise(chain.cells):
         _require(left.outputs == right.inputs and left.gradient_inputs == right.gradient_outputs, f"{left.name} and {right.name} differ")
         for tensor in left.outputs:
             _require(graph.storages[graph.tensors[tensor].storage].kind is Kind.COMPUTED, f"{left.name} hands over a parameter or input")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils import flop_counter
 
 _GATHERS = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor", "aten.gather.default")
 _aten: Any = torch.ops.aten
+_counter: Any = flop_counter  # untyped in torch
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
@@ -19,10 +20,10 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     """
     packet = func._overloadpacket
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        return float(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+        return float(_counter.sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return float(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
-    formula = flop_registry.get(packet)
+        return float(_counter.sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    formula = _counter.flop_registry.get(packet)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
 

@@ -68,7 +68,7 @@ def _record(
     fake_keyword = {name: _adopt_nested(adopt, name, value) for name, value in keyword.items()}
     arrived: list[tuple[str, int]] = []
     for parameter in parameters:
-        tensor = recorder.values[parameter.value].item
+        tensor: Any = recorder.values[parameter.value].item
         if parameter.trainable:
             tensor.register_hook(_on_gradient(recorder, arrived, parameter.names[0]))
     loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword)
@@ -105,7 +105,7 @@ def _adopt_state(
                     names[id(tensor)] = []
                     originals.append(tensor)
                 names[id(tensor)].append(f"{prefix}.{name}" if prefix else name)
-                table[name] = memo[id(tensor)]  # type: ignore[assignment]
+                table[name] = memo[id(tensor)]
     found: dict[bool, list[Named]] = {True: [], False: []}
     for original in originals:
         is_parameter = isinstance(original, nn.Parameter)

@@ -21,6 +21,7 @@ from mpress.trace.costs_of_ops import flops_of, moved_bytes
 from mpress.trace.source import NOWHERE, at, current_source
 
 ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
+_engine: Any = torch.autograd  # private functions, absent from torch's stubs
 _ADDS = ("aten.add.Tensor", "aten.add_.Tensor")
 
 
@@ -82,11 +83,11 @@ def _traits(func: Any) -> Traits:
     return Traits(str(func), positional, keywords, torch.Tag.nondeterministic_seeded in func.tags)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
     """The dispatch mode.  Use: `adopt` parameters, buffers, inputs; run the forward; `start_backward`; run the backward."""
 
     def __init__(self, paths: dict[nn.Module, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.memories: list[Memory] = []
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
         self._owners: dict[int, int] = {}
         self._draws: dict[str, int] = {}
         self._keep: list[Any] = []
-        self._next_sequence = torch.autograd._get_sequence_nr()
+        self._next_sequence = _engine._get_sequence_nr()
         self._backward = False
         self._paused = False
         self._view_written = False
@@ -183,7 +184,7 @@ class Recorder(TorchDispatchMode):
         A node exists before its call reaches the mode, so new ones belong to `call`; only writing into a view creates
         one afterwards (CopySlices), which belongs to the call before.
         """
-        now = torch.autograd._get_sequence_nr()
+        now = _engine._get_sequence_nr()
         for sequence in range(self._next_sequence, now):
             late = self._view_written and sequence == self._next_sequence
             self._owners[sequence] = call - 1 if late and call > 0 else call
@@ -209,7 +210,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
-            raise self.refusal("device", f"the model asks for device '{device}'", "create tensors on the device of an input: device=x.device")
+            hint = "create tensors on the device of an input: device=x.device"
+            raise self.refusal("device", f"the model asks for device '{device}'", hint)
         number = len(self.calls)
         sequence = -1
         if self._backward:
@@ -263,7 +265,8 @@ class Recorder(TorchDispatchMode):
             owner = self._owners.get(sequence, -1)
             if owner >= 0:
                 module, source = self.calls[owner].module, self.calls[owner].source
-            summing = traits.target in _ADDS and len(operands) == 2 and not kwargs and all(self.values[self.find(t)].backward for t in operands)
+            plain_add = traits.target in _ADDS and len(operands) == 2 and not kwargs
+            summing = plain_add and all(self.values[self.find(t)].backward for t in operands)
             forward = -1 if summing else owner
         else:
             source = current_source()
