@@ -1,0 +1,142 @@
+"""The function pair of one cell type in one mode, line by line from its CellProgram."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpress.cells import Cell
+from mpress.emit.expressions import Expressions
+from mpress.emit.names import LocalNames, identifier, parameter_name, relative
+from mpress.graph import Graph
+from mpress.program import CellProgram, Line, Verb
+from mpress.units import gib
+
+WIDTH = 140
+_COMMENT_COLUMN = 96
+
+
+def function_stem(cell: Cell, mode: int) -> str:
+    """ "h.3.attn" in mode 2 -> "h_attn_mode2": all cells of a type share the function, so the layer number goes."""
+    words = [word for word in cell.name.replace("/", ".part").split(".") if word and not word.isdigit()]
+    return f"{identifier('_'.join(words))}_mode{mode}"
+
+
+def cell_functions(graph: Graph, cell: Cell, program: CellProgram, mode: int, used_by: str) -> list[str]:
+    """Source lines of `<stem>_fwd` and `<stem>_bwd` for the representative `cell`."""
+    writer = _Writer(graph, cell, program)
+    stem = function_stem(cell, mode)
+    names = writer.names
+    inputs = ", ".join(names.of(t) for t in cell.inputs)
+    gradients = ", ".join(names.of(t) for t in cell.gradient_inputs if t >= 0)
+    text = [f"def {stem}_fwd(c, p{', ' + inputs if inputs else ''}):", *_docstring(used_by, writer.decisions())]
+    text += writer.body(program.forward)
+    text += [f"    return {_returned([writer.expressions.tensor(t) for t in cell.outputs])}", "", ""]
+    text.append(f"def {stem}_bwd(c, p{', ' + gradients if gradients else ''}):")
+    text += writer.body(program.backward)
+    results = [writer.expressions.tensor(t) for t in cell.gradient_outputs if t >= 0]
+    if results:
+        text.append(f"    return {_returned(results)}")
+    elif not program.backward:
+        text.append("    return None")
+    return [*text, "", ""]
+
+
+def _returned(words: list[str]) -> str:
+    return ", ".join(words) if words else "None"
+
+
+def _docstring(used_by: str, decisions: list[str]) -> list[str]:
+    if not decisions:
+        return [f'    """{used_by}: everything is kept."""']
+    return [f'    """{used_by}.', "", *(f"    {line}" for line in decisions), '    """']
+
+
+class _Writer:
+    def __init__(self, graph: Graph, cell: Cell, program: CellProgram) -> None:
+        self.graph, self.cell, self.program = graph, cell, program
+        self.names = LocalNames(graph, cell)
+        self.expressions = Expressions(graph, cell, self.names)
+
+    def decisions(self) -> list[str]:
+        """What the mode does to each saved storage, in words."""
+        lines = []
+        made = {
+            self.graph.tensors[t].storage: t for i in reversed(self.cell.forward) for t in self.graph.ops[i].outputs if self.names.has(t)
+        }
+        made |= {self.graph.tensors[t].storage: t for t in self.cell.inputs}
+        for title, storages in (("recomputed in the backward", self.program.recompute), ("swapped out", self.program.swap)):
+            if storages:
+                words = [f"{self.names.of(made[s])} ({gib(self.graph.storages[s].bytes)})" for s in storages]
+                lines += _wrapped(f"{title}: ", words)
+        return lines
+
+    def body(self, lines: Sequence[Line]) -> list[str]:
+        text: list[str] = []
+        for line in lines:
+            text += self._line(line)
+        return text
+
+    def _line(self, line: Line) -> list[str]:
+        names = [self.names.of(t) for t in line.tensors]
+        if line.verb is Verb.DELETE:
+            return [f"    del {', '.join(names)}"]
+        if line.verb is Verb.SAVE:
+            return _call("    c.save(", [f"{name}={name}" for name in names], ")", "")
+        if line.verb is Verb.SWAP_OUT:
+            sizes = " + ".join(gib(self.graph.storages[self.graph.tensors[t].storage].bytes) for t in line.tensors)
+            return _call("    c.swap_out(", [f"{name}={name}" for name in names], ")", f"{sizes} to the pools of the schedule")
+        if line.verb is Verb.LOAD:
+            return _call(f"    {', '.join(names)} = c.load(", [f'"{name}"' for name in names], ")", "")
+        if line.verb is Verb.GRAD:
+            contribution = self.graph.contributions[line.op]
+            name = relative(parameter_name(self.graph, self.cell, contribution.parameter), self.cell.prefix)
+            return [f'    p.grad["{name}"] += {self.expressions.tensor(contribution.tensor)}']
+        return self._operator(line)
+
+    def _operator(self, line: Line) -> list[str]:
+        op = self.graph.ops[line.op]
+        origin = f"{op.source.file}:{op.source.line}"
+        comment = f"recompute  {origin}" if line.verb is Verb.RECOMPUTE else origin
+        text = self.expressions.call(op)
+        if op.mutates and all(not self.names.has(t) for t in op.outputs if t >= 0):
+            target = ""
+        else:
+            target = ", ".join(self.names.of(t) if t >= 0 and self.names.has(t) else "_" for t in op.outputs) + " = "
+        whole = f"    {target}{text}"
+        if len(whole) <= WIDTH - 4 or not text.endswith(")"):
+            return [_commented(whole, comment)]
+        head, _, inner = text.partition("(")
+        return _call(f"    {target}{head}(", _split_arguments(inner[:-1]), ")", comment)
+
+
+def _commented(code: str, comment: str) -> str:
+    return f"{code.ljust(_COMMENT_COLUMN)}  # {comment}" if comment else code
+
+
+def _call(head: str, arguments: list[str], tail: str, comment: str) -> list[str]:
+    """One line where it fits, else one argument a line."""
+    whole = head + ", ".join(arguments) + tail
+    if len(whole) <= WIDTH - 4:
+        return [_commented(whole, comment)]
+    return [_commented(head, comment), *(f"        {argument}," for argument in arguments), f"    {tail}"]
+
+
+def _split_arguments(text: str) -> list[str]:
+    """Split at top-level commas."""
+    parts, depth, start = [], 0, 0
+    for place, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    return [*parts, text[start:].strip()]
+
+
+def _wrapped(head: str, words: list[str]) -> list[str]:
+    lines, line = [], head
+    for word in words:
+        if len(line) + len(word) > 116 and line != head:
+            lines.append(line.rstrip())
+            line = "    "
+        line += word + ", "
+    return [*lines, line.removesuffix(", ")]

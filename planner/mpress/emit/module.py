@@ -1,0 +1,153 @@
+"""The annotated PyTorch module: the whole plan as a program a person can read.  Obeys the Plan's tags and knows no costs.
+
+header          the plan in a few lines, and how to read the file
+<cell>_mode<m>  a forward and a backward function per cell type and mode in use, from its CellProgram
+StageN          which cells run on which GPU, in loops over equal layers
+INPUTS, STAGES  what the runtime needs to feed it; `main` of mpress.runtime runs it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpress.cells import Chain
+from mpress.emit.cell_code import cell_functions
+from mpress.emit.fingerprint import fingerprint
+from mpress.emit.stage_code import layer, shape_table, stage_class, stage_title, swap_words, table_name
+from mpress.errors import InputError
+from mpress.graph import Graph
+from mpress.plan import Plan
+from mpress.program import CellProgram
+from mpress.simulate import Replay
+from mpress.units import gib
+from mpress.workload import Workload
+
+
+def emit_module(
+    graph: Graph,
+    chain: Chain,
+    workload: Workload,
+    programs: Sequence[Sequence[CellProgram]],
+    plan: Plan,
+    replay: Replay,
+    *,
+    machine: str,
+    recipe: str,
+    dtype: str,
+    schedule_name: str,
+    module_name: str,
+    version: str,
+) -> str:
+    """Source text of the module.  recipe: bytes per parameter in words; dtype: torch's name of the precision.
+
+    Raises InputError("no-form") for an operator or a buffer that has no form in emitted code.
+    """
+    if graph.buffers:
+        names = ", ".join(entry.names[0] for entry in graph.buffers[:3])
+        raise InputError(
+            "no-form",
+            f"the model has buffers ({names}), which have no form in the emitted module yet",
+            where=graph.buffers[0].names[0],
+            hint="compute them in forward, or make them parameters that need no gradient",
+        )
+    text = _header(graph, chain, workload, plan, replay, machine, recipe, schedule_name, module_name, version)
+    text += [
+        "import sys",
+        "",
+        "import torch",
+        "from mpress.runtime import dropout, dropout_bwd, layers, main, sdpa, sdpa_bwd",
+        "",
+        "aten = torch.ops.aten",
+        f'GRAPH_SHA256 = "{fingerprint(graph)}"',
+        f"DTYPE = torch.{dtype}",
+        "INPUTS = {  # name: shape of a micro-batch, dtype, range of made-up integers",
+    ]
+    for given in graph.inputs:
+        tensor = graph.tensors[given.tensor]
+        text.append(f'    "{given.name}": ({tensor.shape!r}, torch.{tensor.dtype}, {given.low}, {given.high}),')
+    text += ["}", "", ""]
+    for kind, mode in _modes_in_use(workload, plan):
+        cell = chain.cells[chain.representatives[kind]]
+        text += cell_functions(graph, cell, programs[kind][mode], mode, _used_by(chain, plan, kind, mode))
+    tables: dict[int, str] = {}
+    for stage in plan.stages:
+        for cell in chain.cells[stage.first : stage.last]:
+            if layer(cell) >= 0 and cell.type not in tables:
+                tables[cell.type] = _unique(table_name(cell), tables)
+                text.append(f"{tables[cell.type]} = {{")
+                representative = chain.cells[chain.representatives[cell.type]]
+                text += [f'    "{name}": {shape!r},' for name, shape in shape_table(graph, representative).items()]
+                text.append("}")
+    for index in range(len(plan.stages)):
+        text += stage_class(graph, chain, workload, plan, index, int(replay.stages[index].peak_bytes), tables)
+    stages = ", ".join(f"Stage{i}" for i in range(len(plan.stages)))
+    text += ["", "", f"STAGES = ({stages}{',' if len(plan.stages) == 1 else ''})", "", 'if __name__ == "__main__":']
+    text += [f'    main(sys.modules[__name__], "{schedule_name}")']
+    return "\n".join(line.rstrip() for line in text) + "\n"
+
+
+def _unique(name: str, tables: dict[int, str]) -> str:
+    number, wanted = 2, name
+    while name in tables.values():
+        name, number = f"{wanted}_{number}", number + 1
+    return name
+
+
+def _modes_in_use(workload: Workload, plan: Plan) -> list[tuple[int, int]]:
+    found = {(workload.cells[s.first + i], mode) for s in plan.stages for i, mode in enumerate(s.modes)}
+    return sorted(found)
+
+
+def _used_by(chain: Chain, plan: Plan, kind: int, mode: int) -> str:
+    """ "h.0.attn .. h.4.attn on GPU 0, h.10.attn on GPU 1"."""
+    words = []
+    for stage in plan.stages:
+        mine = [
+            chain.cells[stage.first + i].name for i, m in enumerate(stage.modes) if m == mode and chain.cells[stage.first + i].type == kind
+        ]
+        if mine:
+            words.append((mine[0] if len(mine) == 1 else f"{mine[0]} .. {mine[-1]} ({len(mine)})") + f" on GPU {stage.device}")
+    return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more stages"
+
+
+def _header(
+    graph: Graph,
+    chain: Chain,
+    workload: Workload,
+    plan: Plan,
+    replay: Replay,
+    machine: str,
+    recipe: str,
+    schedule_name: str,
+    module_name: str,
+    version: str,
+) -> list[str]:
+    parameters = sum(p.elements for p in graph.parameters)
+    lines = [
+        "#!/usr/bin/env python3",
+        f"# Generated by mpress-plan {version} together with {schedule_name} -- edit the model or the plan, not this file.",
+        f"#   model     {graph.model}, {parameters:,} parameters, micro-batch {graph.micro_batch}",
+        f"#   training  {recipe}",
+        f"#   pipeline  {len(plan.stages)} stages on {machine}, {plan.schedule.value}, {plan.micro_batches} micro-batches a step",
+        "#   memory    predicted peak of each stage:",
+    ]
+    for index, stage in enumerate(plan.stages):
+        peak = gib(replay.stages[index].peak_bytes)
+        lines.append(f"#     stage {index}   {peak:>10}   {stage_title(chain, stage)}")
+        if stage.shares:
+            lines.append(f"#               {swap_words(workload, stage)}")
+    return [
+        *lines,
+        "#",
+        f"#   torchrun --nproc-per-node {len(plan.stages)} {module_name} --steps K [--state-dict FILE]",
+        f"#   python {module_name} --virtual --steps K          # all stages in one process, for tests",
+        "#",
+        "# How to read it.  A stage's fwd and bwd call one function per cell.  `p` holds the parameters under the user's own names,",
+        "# `c` what one micro-batch leaves behind between forward and backward; each line that touches it is one memory decision:",
+        "#   c.save(t=t)          keep on this GPU until the backward",
+        "#   c.swap_out(t=t)      start copying to the pools named in the schedule file; c.free(..): the copy is done, the memory is free",
+        "#   c.prefetch(..)       allocate and start copying back;                      c.load(..): wait for it, use it",
+        "#   # recompute          not saved at all: rebuilt on this line",
+        "#   p.grad[..] += t      add to the gradient buffer of a parameter",
+        "",
+    ]

@@ -1,0 +1,200 @@
+"""A stage as a class: which functions it calls for which cells, in loops over equal layers, and where copies are freed and fetched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpress.cells import Cell, Chain
+from mpress.emit.cell_code import function_stem
+from mpress.emit.names import identifier, parameter_name, relative
+from mpress.graph import Graph
+from mpress.plan import HOST, Plan, StagePlan
+from mpress.units import gib
+from mpress.workload import Workload
+
+_LAYER = re.compile(r"^(.*?)(\d+)\.$")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive cells that one loop covers: `count` repetitions of `period` (chain index, mode), layers first, first + 1, ..."""
+
+    period: tuple[tuple[Cell, int], ...]
+    first: int
+    count: int
+
+
+def runs(chain: Chain, stage: StagePlan) -> tuple[Run, ...]:
+    """Group a stage's cells into loops; cells without a layer number stand alone (count 1, first -1)."""
+    cells = [(chain.cells[stage.first + i], mode) for i, mode in enumerate(stage.modes)]
+    found: list[Run] = []
+    at = 0
+    while at < len(cells):
+        best = Run((cells[at],), layer(cells[at][0]), 1)
+        for length in range(1, 5):
+            period = tuple(cells[at : at + length])
+            if len({layer(cell) for cell, _ in period}) != 1 or layer(period[0][0]) < 0:
+                break
+            count = 1
+            while _repeats(period, cells[at + count * length : at + (count + 1) * length], count):
+                count += 1
+            if count * length > best.count * len(best.period) and (count > 1 or best.count == 1):
+                best = Run(period, layer(period[0][0]), count)
+        found.append(best)
+        at += best.count * len(best.period)
+    return tuple(found)
+
+
+def _repeats(period: tuple[tuple[Cell, int], ...], candidate: list[tuple[Cell, int]], step: int) -> bool:
+    return len(candidate) == len(period) and all(
+        a.type == b.type and m == n and stem(a) == stem(b) and layer(b) == layer(a) + step
+        for (a, m), (b, n) in zip(period, candidate, strict=True)
+    )
+
+
+def layer(cell: Cell) -> int:
+    """3 for the prefix "h.3.", -1 outside numbered blocks."""
+    match = _LAYER.match(cell.prefix)
+    return int(match.group(2)) if match else -1
+
+
+def stem(cell: Cell) -> str:
+    """Cell name with the layer number open: "h.{i}.attn"."""
+    match = _LAYER.match(cell.prefix)
+    return f"{match.group(1)}{{i}}{cell.name.removeprefix(cell.prefix[:-1])}" if match else cell.name
+
+
+def shape_table(graph: Graph, cell: Cell) -> dict[str, tuple[int, ...]]:
+    """Relative parameter name -> shape of one cell, in order of use."""
+    by_name = {p.names[0]: graph.tensors[p.tensor].shape for p in graph.parameters}
+    return {relative(parameter_name(graph, cell, name), cell.prefix): by_name[name] for name in cell.parameters}
+
+
+def table_name(cell: Cell) -> str:
+    """Name of the constant that holds the shapes of a repeated cell type."""
+    return function_stem(cell, 0).removesuffix("_mode0").upper() + "_SHAPES"
+
+
+def stage_class(graph: Graph, chain: Chain, workload: Workload, plan: Plan, index: int, peak: int, tables: Mapping[int, str]) -> list[str]:
+    """Source lines of one stage class.  tables: cell type -> name of its constant of shapes."""
+    stage = plan.stages[index]
+    cells = chain.cells[stage.first : stage.last]
+    swaps = bool(stage.shares)
+    text = ["", "", f"class Stage{index}:", f'    """{stage_title(chain, stage)}; predicted peak {gib(peak)}."""', ""]
+    text.append(f"    INDEX = {index}")
+    text += _parameters(graph, chain, stage, tables)
+    inputs = dict.fromkeys(graph.tensors[t].name for cell in cells for t in cell.user_inputs)
+    text.append(f"    INPUTS = {_tuple([repr(name) for name in inputs])}")
+    text += ["", "    @staticmethod", "    def fwd(c, p):"]
+    if swaps:
+        text.append(f"        # {swap_words(workload, stage)}")
+    text += _forward(chain, stage, first=index == 0)
+    text += ["", "    @staticmethod", "    def bwd(c, p):"]
+    text += _backward(chain, stage, first=index == 0)
+    return text
+
+
+def swap_words(workload: Workload, stage: StagePlan) -> str:
+    """Where the swapped bytes of one micro-batch go: "1.20 GiB of each micro-batch: 0.80 to GPU 5 ..."."""
+    total = sum(int(share.bytes) for share in stage.shares)
+    parts = [f"{gib(share.bytes)} to {'host memory' if share.pool == HOST else f'GPU {share.pool}'}" for share in stage.shares]
+    return f"{gib(total)} of each micro-batch swapped: {', '.join(parts)}"
+
+
+def stage_title(chain: Chain, stage: StagePlan) -> str:
+    """ "GPU 0: wte..drop to h.8.mlp"."""
+    first, last = chain.cells[stage.first].name, chain.cells[stage.last - 1].name
+    return f"GPU {stage.device}: {first}" + (f" to {last}" if last != first else "")
+
+
+def _parameters(graph: Graph, chain: Chain, stage: StagePlan, tables: Mapping[int, str]) -> list[str]:
+    """PARAMS, ALIASES and FROZEN of a stage."""
+    lines, aliases, seen = ["    PARAMS = {"], dict[str, str](), dict[str, str]()
+    for run in runs(chain, stage):
+        for cell, _ in run.period:
+            if layer(cell) >= 0 and run.count > 1:
+                stop = run.first + run.count
+                open_prefix = _LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)
+                lines.append(f'        **layers("{open_prefix}", range({run.first}, {stop}), {tables[cell.type]}),')
+                continue
+            if layer(cell) >= 0:
+                lines.append(
+                    f'        **layers("{_LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)}", ({run.first},), {tables[cell.type]}),'
+                )
+                continue
+            for canonical, (name, shape) in zip(cell.parameters, shape_table(graph, cell).items(), strict=True):
+                if canonical in seen:
+                    if seen[canonical] != name:
+                        aliases[name] = seen[canonical]
+                    continue
+                seen[canonical] = name
+                lines.append(f"        {cell.prefix + name!r}: {shape!r},".replace("'", '"'))
+    lines.append("    }")
+    words = ", ".join(f'"{alias}": "{name}"' for alias, name in aliases.items())
+    lines.append(f"    ALIASES = {{{words}}}")
+    used = {name for cell in chain.cells[stage.first : stage.last] for name in cell.parameters}
+    frozen = [p.names[0] for p in graph.parameters if not p.trainable and p.names[0] in used]
+    lines.append(f"    FROZEN = {_tuple([repr(name) for name in frozen])}")
+    return lines
+
+
+def _forward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
+    swaps = bool(stage.shares)
+    variables = ", ".join(_variables("x", len(chain.cells[stage.first].inputs)))
+    lines = [] if first else [f"        {variables}{',' if ',' not in variables else ''} = c.take()"]
+    for run in runs(chain, stage):
+        indent = "        "
+        if run.count > 1:
+            lines.append(f"{indent}for i in range({run.first}, {run.first + run.count}):")
+            indent += "    "
+        for cell, mode in run.period:
+            given = ", ".join(["", *_variables("x", len(cell.inputs))])
+            made = ", ".join(_variables("x", len(cell.outputs)))
+            lines.append(f"{indent}{made} = {function_stem(cell, mode)}_fwd({_places(cell, run)}{given})")
+            if swaps:
+                lines.append(f"{indent}c.free(behind={stage.drain_lag})")
+    if swaps:
+        lines.append("        c.free()")
+    out = _variables("x", len(chain.cells[stage.last - 1].outputs))
+    return [*lines, f"        return {_tuple(out)}"]
+
+
+def _backward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
+    swaps = bool(stage.shares)
+    arriving = _variables("g", sum(t >= 0 for t in chain.cells[stage.last - 1].gradient_inputs))
+    lines = [f"        {', '.join(arriving)}{',' if len(arriving) == 1 else ''} = c.take()"]
+    for run in reversed(runs(chain, stage)):
+        indent = "        "
+        if run.count > 1:
+            lines.append(f"{indent}for i in reversed(range({run.first}, {run.first + run.count})):")
+            indent += "    "
+        for cell, mode in reversed(run.period):
+            if swaps:
+                lines.append(f"{indent}c.prefetch(ahead={stage.prefetch_lead})")
+            given = ", ".join(["", *_variables("g", sum(t >= 0 for t in cell.gradient_inputs))])
+            made = ", ".join(_variables("g", sum(t >= 0 for t in cell.gradient_outputs)))
+            lines.append(f"{indent}{f'{made} = ' if made else ''}{function_stem(cell, mode)}_bwd({_places(cell, run)}{given})")
+    sent = () if first else chain.cells[stage.first].gradient_outputs
+    names = iter(_variables("g", sum(t >= 0 for t in sent)))
+    return [*lines, f"        return {_tuple([next(names) if t >= 0 else 'None' for t in sent])}"]
+
+
+def _places(cell: Cell, run: Run) -> str:
+    """The context and the parameters of a cell: `c.at(f"h.{i}.attn"), p.at(f"h.{i}")`."""
+    if not cell.prefix:
+        return f'c.at("{cell.name}"), p'
+    if run.count == 1:
+        return f'c.at("{cell.name}"), p.at("{cell.prefix[:-1]}")'
+    module = _LAYER.sub(lambda m: f"{m.group(1)}{{i}}", cell.prefix)
+    return f'c.at(f"{stem(cell)}"), p.at(f"{module}")'
+
+
+def _variables(letter: str, count: int) -> list[str]:
+    return [letter if i == 0 else identifier(f"{letter}{i + 1}") for i in range(count)]
+
+
+def _tuple(words: list[str]) -> str:
+    quoted = [word.replace("'", '"') for word in words]
+    return f"({quoted[0]},)" if len(quoted) == 1 else f"({', '.join(quoted)})"
