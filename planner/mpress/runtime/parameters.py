@@ -1,0 +1,149 @@
+"""Weights, gradient buffers and optimizer of one stage, under the user's own names.
+
+Everything is allocated before the first step: weight, gradient, optimizer state, and with a 16-bit precision an fp32 master copy.  The
+optimizer steps one parameter at a time, so its only temporary is the fp32 copy of one 16-bit gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Hyperparameters of the optimizer, torch's own defaults."""
+
+    name: str
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-2
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A tensor a stage needs.  names: the one used in the stage first, then its aliases (ties)."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+class Parameters:
+    """`p["h.3.mlp.c_fc.weight"]`, or `p.at("h.3")["mlp.c_fc.weight"]` for names relative to a module; `p.grad` likewise."""
+
+    def __init__(self, declared: Iterable[Declared], device: torch.device, knobs: Knobs) -> None:
+        self._weights: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._optimized: list[tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer]] = []
+        self.names: tuple[tuple[str, ...], ...] = ()
+        for one in declared:
+            self.names += (one.names,)
+            weight = torch.empty(one.shape, dtype=one.dtype, device=device)
+            for name in one.names:
+                self._weights[name] = weight
+            if one.trainable:
+                gradient = torch.zeros_like(weight)
+                for name in one.names:
+                    self._gradients[name] = gradient
+                self._optimized.append(_optimized(weight, gradient, knobs))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    @property
+    def grad(self) -> Gradients:
+        """Gradient buffers: `p.grad[name] += value` adds in place."""
+        return Gradients(self._gradients, "")
+
+    def at(self, module: str) -> View:
+        """The same with names relative to `module`; names found nowhere below it are absolute."""
+        return View(self._weights, self._gradients, module + ".")
+
+    def fill(self, read: Callable[[tuple[str, ...], Tensor], None]) -> None:
+        """`read(names, weight)` writes each weight; masters follow."""
+        for names in self.names:
+            read(names, self._weights[names[0]])
+        for weight, _, master, _ in self._optimized:
+            if master is not weight:
+                master.copy_(weight)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradient buffers by every name."""
+        return self._gradients
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Weights by every name."""
+        return self._weights
+
+    def step(self) -> None:
+        """One optimizer step, then zero gradients."""
+        for weight, gradient, master, optimizer in self._optimized:
+            master.grad = gradient if gradient.dtype == master.dtype else gradient.to(master.dtype)
+            optimizer.step()
+            master.grad = None
+            if master is not weight:
+                weight.copy_(master)
+            gradient.zero_()
+
+
+def _optimized(weight: Tensor, gradient: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer]:
+    """The master copy and an optimizer of its own for one parameter, its state made up front."""
+    master = weight if weight.dtype in (torch.float32, torch.float64) else torch.zeros_like(weight, dtype=torch.float32)
+    optimizer: torch.optim.Optimizer
+    if knobs.name == "adamw":
+        optimizer = torch.optim.AdamW([master], lr=knobs.learning_rate, weight_decay=knobs.weight_decay, fused=True)
+        optimizer.state[master] = {
+            "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+            "exp_avg": torch.zeros_like(master),
+            "exp_avg_sq": torch.zeros_like(master),
+        }
+    elif knobs.name in OPTIMIZERS:
+        momentum = knobs.momentum if knobs.name == "sgd-momentum" else 0.0
+        optimizer = torch.optim.SGD([master], lr=knobs.learning_rate, weight_decay=knobs.weight_decay, momentum=momentum, fused=True)
+        if momentum:
+            optimizer.state[master] = {"momentum_buffer": torch.zeros_like(master)}
+    else:
+        raise ValueError(f"unknown optimizer {knobs.name}")
+    return weight, gradient, master, optimizer
+
+
+class View:
+    """Parameters below one module."""
+
+    __slots__ = ("_gradients", "_prefix", "_weights")
+
+    def __init__(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], prefix: str) -> None:
+        self._weights, self._gradients, self._prefix = weights, gradients, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights.get(self._prefix + name)
+        return self._weights[name] if weight is None else weight
+
+    @property
+    def grad(self) -> Gradients:
+        """Gradient buffers below the module."""
+        return Gradients(self._gradients, self._prefix)
+
+
+class Gradients:
+    """Buffers that `+=` adds to in place."""
+
+    __slots__ = ("_buffers", "_prefix")
+
+    def __init__(self, buffers: dict[str, Tensor], prefix: str) -> None:
+        self._buffers, self._prefix = buffers, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        buffer = self._buffers.get(self._prefix + name)
+        return self._buffers[name] if buffer is None else buffer
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if value is not self[name]:
+            raise TypeError(f"the gradient of {self._prefix}{name} is a fixed buffer: add to it with +=")
