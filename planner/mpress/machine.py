@@ -119,7 +119,7 @@ def _links(table: Table, count: int) -> tuple[tuple[tuple[BytesPerSecond, ...], 
 
 def _uplinks(host: Table, count: int, gpus: int) -> tuple[tuple[tuple[int, ...], BytesPerSecond], ...]:
     """Groups that share a host uplink; a group keeps only the GPUs in use."""
-    if not host.has("uplink_groups"):
+    if not (host.has("uplink_groups") or host.has("uplink")):
         return ()
     groups = host.rows("uplink_groups")
     host.text("uplink_groups_source")

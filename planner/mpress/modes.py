@@ -95,14 +95,14 @@ def _swap_sets(flow: Dataflow, big: frozenset[int]) -> list[frozenset[int]]:
 
 
 def _mode(flow: Dataflow, program: CellProgram, device: Device) -> Mode:
-    print_ = footprint(flow, program)
+    seen = footprint(flow, program)
     return Mode(
         recompute=program.recompute,
         swap=program.swap,
-        resident_bytes=print_.resident,
-        swapped_bytes=print_.swapped,
-        forward_peak_bytes=print_.forward_peak,
-        backward_peak_bytes=print_.backward_peak,
+        resident_bytes=seen.resident,
+        swapped_bytes=seen.swapped,
+        forward_peak_bytes=seen.forward_peak,
+        backward_peak_bytes=seen.backward_peak,
         recompute_seconds=recompute_seconds(flow, program, device),
     )
 
