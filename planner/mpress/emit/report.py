@@ -155,7 +155,7 @@ def make_report(
     graph: Graph,
     chain: Chain,
     workload: Workload,
-    programs: tuple[CellProgram, ...],
+    programs: tuple[tuple[CellProgram, ...], ...],
     machine: Machine,
     recipe: Recipe,
     plan: Plan,
@@ -238,8 +238,9 @@ def _causes(seen: tuple[tuple[str, Bytes], ...], elements: int, trainable: int, 
     return tuple(result)
 
 
-def _actions(graph: Graph, chain: Chain, workload: Workload, programs: tuple[CellProgram, ...], plan: Plan) -> tuple[ActionReport, ...]:
-    by_key = {(program.type, program.recompute, program.swap): program for program in programs}
+def _actions(
+    graph: Graph, chain: Chain, workload: Workload, programs: tuple[tuple[CellProgram, ...], ...], plan: Plan
+) -> tuple[ActionReport, ...]:
     storages = {storage.id: storage for storage in graph.storages}
     owner = {tensor.id: storages[tensor.storage] for tensor in graph.tensors}
     origin = _origins(graph, owner)
@@ -250,7 +251,7 @@ def _actions(graph: Graph, chain: Chain, workload: Workload, programs: tuple[Cel
         peers = sum(share.bytes for share in stage.shares if share.pool != HOST)
         for cell, index in zip(chain.cells[stage.first : stage.last], stage.modes, strict=True):
             mode = workload.types[cell.type].modes[index]
-            program = by_key[(cell.type, mode.recompute, mode.swap)]
+            program = programs[cell.type][index]
             prefix = chain.cells[chain.representatives[cell.type]].prefix
             kept = [owner[root].id for root in program.saved if owner[root].id not in mode.swap]
             rows = [(storage, "keep", storages[storage].bytes) for storage in kept]
