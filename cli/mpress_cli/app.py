@@ -5,17 +5,21 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mpress import __version__
 from mpress.errors import BrokenPlanError, InputError, MpressError
-from mpress_cli.console import INTERRUPTED, OK, Streams
+from mpress_cli.console import INTERRUPTED, OK, SCHEMA_VERSION, Streams
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+if TYPE_CHECKING:
+    from mpress.driver import Options
+
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
 EPILOG = "Exit codes: 0 planned, 1 no plan exists, 2 wrong input or a model that cannot be traced, 3 a bug of ours, 130 interrupted."
 
@@ -41,7 +45,9 @@ def command(
     micro_batches: Annotated[int, typer.Option("--micro-batches", metavar="N", help="micro-batches in an optimizer step")] = 32,
     schedule: Annotated[Literal["1f1b", "gpipe"], typer.Option("--schedule", help="order of forwards and backwards")] = "1f1b",
     precision: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--precision", help="16 bits keep fp32 master weights")] = "bf16",
-    optimizer: Annotated[Literal["adamw", "sgd", "sgd-momentum"], typer.Option("--optimizer", help="decides the optimizer's state")] = "adamw",
+    optimizer: Annotated[
+        Literal["adamw", "sgd", "sgd-momentum"], typer.Option("--optimizer", help="decides the optimizer's state")
+    ] = "adamw",
     gap: Annotated[float, typer.Option("--gap", help="stop when this close to the best plan, proven")] = 0.01,
     reserve: Annotated[float, typer.Option("--reserve", help="share of each GPU left to context, libraries, fragmentation")] = 0.05,
     work_limit: Annotated[float, typer.Option("--work-limit", metavar="N", help="units of solver work, deterministic; 0: as needed")] = 0,
@@ -59,9 +65,21 @@ def command(
     """
     streams = Streams(json)
     request = _Request(
-        model, gpus, machine, micro_batch, micro_batches, schedule, precision, optimizer, gap, reserve, work_limit, tuple(model_arg or ()), out,
-        dry_run,
-    )  # fmt: skip
+        model=model,
+        gpus=gpus,
+        machine=machine,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        precision=precision,
+        optimizer=optimizer,
+        gap=gap,
+        reserve=reserve,
+        work_limit=work_limit,
+        model_args=tuple(model_arg or ()),
+        out=out,
+        dry_run=dry_run,
+    )
     try:
         return _dump(request, streams) if dump_fx else _plan(request, streams)
     except KeyboardInterrupt:
@@ -104,14 +122,13 @@ class _Request:
     dry_run: bool
 
 
-def _plan(request: _Request, streams: Streams) -> int:
+def _options(request: _Request) -> Options:
     pairs = tuple(_pair(text) for text in request.model_args)
-    from mpress import driver  # late: imports torch and the solver
+    from mpress.driver import Options  # late: imports torch and the solver
     from mpress.plan import ScheduleKind
     from mpress.recipe import Optimizer, Precision
-    from mpress_cli import render
 
-    options = driver.Options(
+    return Options(
         model=request.model,
         gpus=request.gpus,
         machine=request.machine,
@@ -127,12 +144,31 @@ def _plan(request: _Request, streams: Streams) -> int:
         out=request.out,
         dry_run=request.dry_run,
     )
+
+
+def _plan(request: _Request, streams: Streams) -> int:
+    options = _options(request)
+    from mpress import driver
+    from mpress_cli import render
+
     outcome = driver.plan_model(options, streams.progress)
     timings = dict(outcome.timings)
     if streams.machine_readable:
         streams.document(render.json_document(outcome.report, outcome.files, timings))
     else:
         streams.show(render.screen(outcome.report, outcome.files, timings))
+    return OK
+
+
+def _dump(request: _Request, streams: Streams) -> int:
+    options = _options(request)
+    from mpress import driver
+
+    text = driver.dump_fx(options, streams.progress)
+    if streams.machine_readable:
+        streams.document({"schema_version": SCHEMA_VERSION, "status": "traced", "fx": text})
+    else:
+        streams.text(text)
     return OK
 
 

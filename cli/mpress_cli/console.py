@@ -47,7 +47,9 @@ class Streams:
         if seconds is not None:
             self._talk.print(Text.assemble((f"{name:<8}", "bold"), f"{seconds:7.1f} s  ", (note, "dim")), overflow="ellipsis", no_wrap=True)
         elif sys.stderr.isatty():
-            self._talk.print(Text.assemble((f"{name:<8}", "bold"), "     ...  ", (note, "dim")), overflow="ellipsis", no_wrap=True, end="\r")
+            self._talk.print(
+                Text.assemble((f"{name:<8}", "bold"), "     ...  ", (note, "dim")), overflow="ellipsis", no_wrap=True, end="\r"
+            )
 
     def refuse(self, error: MpressError) -> int:
         """Say what, where, why and what to do; returns the exit code."""

@@ -53,7 +53,12 @@ def memory_table(report: Report) -> Table:
         plain = Text(f"{stage.unplanned_peak_bytes / size:.2f}{' over' if over else ''}", style="bold red" if over else "")
         free = stage.usable_bytes - stage.peak_bytes
         table.add_row(
-            str(stage.gpu), plain, f"{stage.peak_bytes / size:.2f}", f"{stage.usable_bytes / size:.2f}", f"{free / size:.2f}", stage.peak_action
+            str(stage.gpu),
+            plain,
+            f"{stage.peak_bytes / size:.2f}",
+            f"{stage.usable_bytes / size:.2f}",
+            f"{free / size:.2f}",
+            stage.peak_action,
         )
     return table
 
@@ -90,7 +95,9 @@ def stage_table(report: Report) -> Table:
 def action_table(report: Report) -> Table:
     """Actions by kind of tensor: what stays, and what each way of making room moves off the GPUs."""
     size, unit = _scale(max((row.held_bytes for row in report.actions), default=0))
-    table = Table(title=f"Actions ({unit} over all micro-batches in flight)", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=f"Actions ({unit} over all micro-batches in flight)", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     for head in ("action", "tensors of"):
         table.add_column(head, justify="left", overflow="fold")
     for head in ("tensors", "size", "costs"):
@@ -110,7 +117,13 @@ def action_table(report: Report) -> Table:
             )
         if rows:
             total = f"{sum(row.held_bytes for row in rows) / size:.2f}"
-            table.add_row(Text(WORDS[action], style="bold"), Text("all", style="bold"), str(sum(r.tensors for r in rows)), total, _cost(report, action))
+            table.add_row(
+                Text(WORDS[action], style="bold"),
+                Text("all", style="bold"),
+                str(sum(r.tensors for r in rows)),
+                total,
+                _cost(report, action),
+            )
     return table
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpress import __version__
 from mpress.atomic import check_directory, write_files
 from mpress.cells import Chain
 from mpress.emit.module import emit_module
@@ -28,6 +29,7 @@ from mpress.recipe import Optimizer, Precision, Recipe
 from mpress.simulate import Replay
 from mpress.solve.explain import unplanned
 from mpress.solve.search import Solution, plan
+from mpress.trace.fx_export import to_fx
 from mpress.trace.record import trace
 from mpress.verify import verify
 from mpress.workload import Workload
@@ -78,7 +80,7 @@ class Bench:
     machine: Machine
     recipe: Recipe
     workload: Workload
-    programs: tuple[CellProgram, ...]
+    programs: tuple[tuple[CellProgram, ...], ...]
     problem: Problem
     solution: Solution
     unplanned: tuple[Plan, Replay]
@@ -115,6 +117,14 @@ def plan_model(options: Options, on_step: Progress) -> Outcome:
     return Outcome(bench.report, bench.written, tuple(spent.items()))
 
 
+def dump_fx(options: Options, on_step: Progress) -> str:
+    """The recorded step in the text form of torch.fx, without planning it; raises MpressError."""
+    bench = Bench(options, on_step)
+    for step in STEPS[:2]:
+        step.run(bench)
+    return str(to_fx(bench.graph).graph)
+
+
 def _check(bench: Bench) -> str:
     """Everything that can be refused without tracing."""
     options = bench.options
@@ -138,7 +148,9 @@ def _check(bench: Bench) -> str:
 
 def _trace(bench: Bench) -> str:
     options = bench.options
-    bench.graph = trace(options.model, model_args=dict(options.model_args), micro_batch=options.micro_batch, precision=options.precision)
+    bench.graph = trace(
+        options.model, model_args=dict(options.model_args), micro_batch=options.micro_batch, precision=options.precision.value
+    )
     return f"{len(bench.graph.ops)} operators, {sum(p.elements for p in bench.graph.parameters):,} parameters"
 
 
@@ -191,8 +203,22 @@ def _emit(bench: Bench) -> str:
         solver=solution.solver,
         iterations=solution.iterations,
     )
+    module_name, schedule_name = file_names(options.model)
+    bench.module_text = emit_module(
+        bench.graph,
+        bench.chain,
+        bench.workload,
+        bench.programs,
+        solution.plan,
+        bench.replay,
+        machine=bench.machine.name,
+        recipe=bench.recipe.words(),
+        dtype=bench.recipe.dtype,
+        schedule_name=schedule_name,
+        module_name=module_name,
+        version=__version__,
+    )
     bench.schedule_text = emit_schedule()
-    bench.module_text = emit_module()
     return f"{bench.module_text.count(chr(10))} lines"
 
 
@@ -207,9 +233,9 @@ def _write(bench: Bench) -> str:
 
 
 def file_names(model: str) -> tuple[str, str]:
-    """"models/gpt.py:factory" -> ("gpt_mpress.py", "gpt.schedule.json")."""
-    path, separator, factory = model.rpartition(":")
-    stem = Path(path if separator and factory.isidentifier() else model).stem
+    """ "models/gpt.py:factory" -> ("gpt_mpress.py", "gpt.schedule.json")."""
+    path = model if model.endswith(".py") else model.rpartition(":")[0] or model
+    stem = Path(path).stem
     return f"{stem}_mpress.py", f"{stem}.schedule.json"
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit.test_render import report
 
 import mpress.driver
+from made_report import report
 from mpress.driver import Options, Outcome, Progress, file_names
 from mpress.errors import BrokenPlanError, InfeasibleError, InputError
 from mpress.plan import ScheduleKind
@@ -59,8 +59,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_reach_the_driver(seen: list[Options], tmp_path: Path) -> None:
-    line = f"m.py:make --gpus 4 --schedule gpipe --precision fp16 --optimizer sgd-momentum --gap 0.02 --out {tmp_path} --model-arg a=1 --model-arg b=x=y"
-    assert run(line.split()) == 0
+    line = "m.py:make --gpus 4 --schedule gpipe --precision fp16 --optimizer sgd-momentum --gap 0.02 --model-arg a=1 --model-arg b=x=y"
+    assert run([*line.split(), "--out", str(tmp_path)]) == 0
     (options,) = seen
     assert (options.model, options.gpus, options.schedule, options.out) == ("m.py:make", 4, ScheduleKind.GPIPE, tmp_path)
     assert (options.precision.value, options.optimizer.value, options.gap) == ("fp16", "sgd-momentum", 0.02)
@@ -127,7 +127,15 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "line",
-    ["", "m.py", "m.py --gpus x", "m.py --gpus 8 --schedule zb", "m.py --gpus 8 --nonsense", "m.py other.py --gpus 8", "m.py --gpus 8 --model-arg a"],
+    [
+        "",
+        "m.py",
+        "m.py --gpus x",
+        "m.py --gpus 8 --schedule zb",
+        "m.py --gpus 8 --nonsense",
+        "m.py other.py --gpus 8",
+        "m.py --gpus 8 --model-arg a",
+    ],
 )
 def test_a_wrong_command_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(line.split()) == 2
@@ -162,7 +170,11 @@ def test_an_error_leaves_an_earlier_plan_alone(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / name).write_text("an earlier plan")
     assert run([str(model), "--gpus", "2", "--out", str(tmp_path), "--json"]) == 2
     assert [(tmp_path / name).read_text() for name in file_names(str(model))] == ["an earlier plan"] * 2
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["broken.py", "broken.schedule.json", "broken_mpress.py"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        "broken.py",
+        "broken.schedule.json",
+        "broken_mpress.py",
+    ]
 
 
 def test_file_names() -> None:

@@ -9,86 +9,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from made_report import report
 from mpress.cells import Cell, Chain
-from mpress.emit.report import ActionReport, Report, StageReport, StripeReport, layer_words
-from mpress.plan import HOST
-from mpress.units import GIB, Bytes, Seconds
+from mpress.emit.report import Report, StripeReport, layer_words
+from mpress.units import GIB, Bytes
 from mpress_cli.render import count, json_document, proof_words, screen, seconds
 
 TIMINGS = {"trace_seconds": 1.0, "solve_seconds": 2.5, "emit_seconds": 0.5}
 FILES = ("out/gpt_mpress.py", "out/gpt.schedule.json")
-
-
-def stage(index: int, plain: float) -> StageReport:
-    causes = (
-        ("weights", Bytes(4 * GIB)),
-        ("gradients", Bytes(4 * GIB)),
-        ("optimizer", Bytes(12 * GIB)),
-        ("inputs", Bytes(GIB)),
-        ("activations", Bytes(10 * GIB)),
-        ("swap buffers", Bytes(GIB)),
-        ("boundary", Bytes(GIB)),
-        ("foreign stripes", Bytes(0)),
-        ("workspace", Bytes(2 * GIB)),
-    )
-    return StageReport(
-        stage=index,
-        gpu=index,
-        layers=f"h.{index * 9}-h.{index * 9 + 8}",
-        parameters=1_912_000_000,
-        unplanned_peak_bytes=Bytes(int(plain * GIB)),
-        peak_bytes=Bytes(35 * GIB),
-        peak_action=f"{index}B0",
-        capacity_bytes=Bytes(40 * GIB),
-        usable_bytes=Bytes(38 * GIB),
-        in_flight=8 - index,
-        forward_seconds=Seconds(0.05),
-        backward_seconds=Seconds(0.1),
-        recompute_seconds=Seconds(0.0123),
-        stall_seconds=Seconds(0.001),
-        causes=causes,
-    )
-
-
-def report() -> Report:
-    return Report(
-        model="gpt",
-        machine="dgx-a100-40gb",
-        gpus=8,
-        reserve=0.05,
-        host_memory_bytes=Bytes(1024 * GIB),
-        precision="bf16",
-        optimizer="adamw",
-        recipe_words="16 B/parameter: 2 weight + 2 gradient + 4 master weight + 4 + 4 AdamW moments",
-        bytes_per_parameter=16,
-        parameters=15_300_000_000,
-        schedule="1f1b",
-        micro_batch=1,
-        micro_batches=32,
-        status="gap_reached",
-        gap=0.00312,
-        gap_target=0.01,
-        bound_seconds=Seconds(7.97),
-        step_seconds=Seconds(8.0),
-        bubble=0.181,
-        samples_per_second=4.0,
-        recompute_seconds=Seconds(3.1),
-        stall_seconds=Seconds(0.008),
-        solver="scip",
-        iterations=1,
-        stages=tuple(stage(s, 60.0 if s < 2 else 30.0) for s in range(8)),
-        actions=(
-            ActionReport("mlp.c_fc addmm", "keep", 75, Bytes(75 * GIB // 64), Bytes(75 * GIB // 16)),
-            ActionReport("mlp gelu", "recompute", 20, Bytes(20 * GIB // 64), Bytes(20 * GIB // 16)),
-            ActionReport("attn.c_attn addmm", "swap_d2d", 9, Bytes(9 * GIB // 64), Bytes(9 * GIB // 16)),
-        ),
-        stripes=(
-            StripeReport(0, HOST, Bytes(GIB), Bytes(GIB // 4), 0.2),
-            StripeReport(0, 6, Bytes(3 * GIB), Bytes(GIB), 0.031),
-            StripeReport(0, 7, Bytes(3 * GIB), Bytes(GIB), 0.033),
-            StripeReport(1, 7, Bytes(GIB), Bytes(GIB), 0.01),
-        ),
-    )
 
 
 def printed(value: Report, *, colour: bool = False) -> str:
@@ -126,7 +54,12 @@ def test_a_machine_with_many_donors_gets_a_list_instead_of_a_matrix() -> None:
 
 @pytest.mark.parametrize(
     ("gap", "words"),
-    [(0.004, "at most 0.4 %"), (0.0041, "at most 0.5 %"), (0.0, "at most 0.0 %"), (0.0204, "at most 2.1 % from the best plan under this cost model (asked")],
+    [
+        (0.004, "at most 0.4 %"),
+        (0.0041, "at most 0.5 %"),
+        (0.0, "at most 0.0 %"),
+        (0.0204, "at most 2.1 % from the best plan under this cost model (asked"),
+    ],
 )
 def test_a_proof_is_rounded_up_never_down(gap: float, words: str) -> None:
     assert proof_words(replace(report(), gap=gap)).startswith(words)
