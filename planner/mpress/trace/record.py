@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -151,6 +152,7 @@ def _step(
             redirect_stdout(sys.stderr),
             gpu_semantics(tracing=True),
             _module_hooks(recorder),
+            _quiet_fakes(),
             torch.autograd.set_multithreading_enabled(False),
             torch.enable_grad(),
             mode,
@@ -173,6 +175,9 @@ def _step(
         source = error_source(error.__traceback__)
         line = f" at `{source.code}`" if source.code else ""
         text = str(error).strip().splitlines()
+        if "cuda" in str(error).lower():
+            hint = "tracing needs no GPU: create tensors on the device of an input (device=x.device) and drop .cuda()"
+            raise InputError("device", f"the model asks for a CUDA device{line}", at(source, model_file.file), hint) from None
         message = f"the model failed{line}: {type(error).__name__}: {text[0] if text else ''}"
         hint = "run the model once on CPU with example_inputs; if that works, this operator cannot be traced yet"
         raise InputError("trace", message, at(source, model_file.file), hint) from None
@@ -202,6 +207,18 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise; the refusal says it in one sentence."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

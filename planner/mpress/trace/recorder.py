@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Argument, Kind, Name, Ref, Source
@@ -308,7 +308,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _literal(self, tensor: torch.Tensor) -> int | float | bool:
         if tensor.numel() != 1:
             raise self.refusal("constant", "the forward makes a tensor from Python values", "register it once with self.register_buffer")
-        value: int | float | bool = tensor.item()
+        with _disable_current_modes():
+            value: int | float | bool = tensor.item()
         return value
 
     def _record_constant(self, literal: int | float | bool, result: torch.Tensor) -> None:
