@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 from mpress.cells import Cell
 from mpress.graph import Argument, Graph, Name, Op, Ref, reads
+
+_BLOCK = re.compile(r"^(?P<container>(?:.*?\.)??)(?P<index>\d+)(?=\.|$)")
 
 
 def canonical(graph: Graph, cell: Cell) -> str:
@@ -44,7 +47,7 @@ class _Writer:
         key = f"{self._relative(op.random_key.rpartition('#')[0])}#{op.random_key.rpartition('#')[2]}" if op.random_key else ""
         difference = self._ops.get(op.forward_op, -1)
         flags = f"{op.multi} {op.view} {self._list(op.mutates)} {key} {difference} {op.flops} {op.bytes_moved}"
-        return f"{op.target} {self._relative(op.module)} {args} -> {self._list(op.outputs)} {flags} {len(reads(op))}"
+        return f"{op.target} {self._module(op.module)} {args} -> {self._list(op.outputs)} {flags} {len(reads(op))}"
 
     def _list(self, tensors: tuple[int, ...]) -> str:
         return str([self._tensor(t) for t in tensors])
@@ -74,6 +77,13 @@ class _Writer:
             f" {storage.bytes} {storage.kind.value} {storage.saved}"
         )
         return local
+
+    def _module(self, path: str) -> str:
+        """A module path; one below a neighbouring block is written by its distance ("layers.-1.1": the ReLU of the layer before)."""
+        mine, other = _BLOCK.match(self._cell.prefix), _BLOCK.match(path)
+        if mine is None or other is None or mine["container"] != other["container"] or mine["index"] == other["index"]:
+            return self._relative(path)
+        return f"{mine['container']}{int(other['index']) - int(mine['index'])}{path[other.end() :]}"
 
     def _relative(self, name: str) -> str:
         """A name below the cell's prefix starts with a dot; any other is written in full."""

@@ -118,7 +118,7 @@ class Net(nn.Module):
         return self.layers(x)
 """,
     )
-    assert len(chain.cells) >= 4  # cut before each ReLU instead of behind it
+    assert chain.segments == (Segment((0,), 1), Segment((1,), 2), Segment((2,), 1))  # cut before each ReLU instead of behind it
     for cell in chain.cells[:-1]:
         handed = graph.tensors[cell.outputs[0]].storage
         assert not any(graph.tensors[t].storage == handed for op in cell.backward for t in reads(graph.ops[op]))
