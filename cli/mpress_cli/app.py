@@ -50,7 +50,9 @@ def command(
     ] = "adamw",
     gap: Annotated[float, typer.Option("--gap", help="stop when this close to the best plan, proven")] = 0.01,
     reserve: Annotated[float, typer.Option("--reserve", help="share of each GPU left to context, libraries, fragmentation")] = 0.05,
-    work_limit: Annotated[float, typer.Option("--work-limit", metavar="N", help="units of solver work, deterministic; 0: as needed")] = 0,
+    work_limit: Annotated[
+        float, typer.Option("--work-limit", metavar="N", help="branch-and-bound nodes at most (deterministic); 0: the default")
+    ] = 0,
     model_arg: Annotated[list[str] | None, typer.Option("--model-arg", metavar="KEY=VALUE", help="for build_model(); repeatable")] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="directory for the two files")] = Path(),
     json: Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")] = False,

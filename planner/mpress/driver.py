@@ -16,7 +16,7 @@ from mpress.atomic import check_directory, write_files
 from mpress.cells import Chain
 from mpress.emit.module import emit_module
 from mpress.emit.report import Report, make_report
-from mpress.emit.schedule_file import emit_schedule
+from mpress.emit.schedule_file import Certificate, emit_schedule
 from mpress.errors import InputError
 from mpress.fold import fold
 from mpress.graph import Graph
@@ -218,7 +218,19 @@ def _emit(bench: Bench) -> str:
         module_name=module_name,
         version=__version__,
     )
-    bench.schedule_text = emit_schedule()
+    bench.schedule_text = emit_schedule(
+        bench.graph,
+        bench.chain,
+        bench.workload,
+        bench.programs,
+        solution.plan,
+        bench.replay,
+        Certificate(solution.solver, solution.status, solution.bound_seconds, solution.gap),
+        machine=bench.machine.name,
+        precision=options.precision.value,
+        optimizer=options.optimizer.value,
+        version=__version__,
+    )
     return f"{bench.module_text.count(chr(10))} lines"
 
 
