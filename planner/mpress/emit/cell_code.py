@@ -114,11 +114,17 @@ def _commented(code: str, comment: str) -> str:
 
 
 def _call(head: str, arguments: list[str], tail: str, comment: str) -> list[str]:
-    """One line where it fits, else one argument a line."""
+    """One line where it fits, else the arguments in as few lines as hold them."""
     whole = head + ", ".join(arguments) + tail
     if len(whole) <= WIDTH - 4:
         return [_commented(whole, comment)]
-    return [_commented(head, comment), *(f"        {argument}," for argument in arguments), f"    {tail}"]
+    lines, line = list[str](), "       "
+    for argument in arguments:
+        if len(line) + len(argument) + 2 > WIDTH - 16 and line.strip():
+            lines.append(line)
+            line = "       "
+        line += f" {argument},"
+    return [_commented(head, comment), *lines, line, f"    {tail}"]
 
 
 def _split_arguments(text: str) -> list[str]:
