@@ -72,9 +72,43 @@ class _Writer:
 
     def body(self, lines: Sequence[Line]) -> list[str]:
         text: list[str] = []
-        for line in lines:
-            text += self._line(line)
+        at = 0
+        while at < len(lines):
+            written, at = self._straight_into_gradient(lines, at) or (self._line(lines[at]), at + 1)
+            text += written
         return text
+
+    def _straight_into_gradient(self, lines: Sequence[Line], at: int) -> tuple[list[str], int] | None:
+        """A result that only goes into a gradient buffer needs no name: COMPUTE, GRAD and DELETE in one line.
+
+        A DELETE in between moves behind the addition, which is in place, so no peak changes.
+        """
+        line, stop, dead = lines[at], at + 1, list[int]()
+        if line.verb is not Verb.COMPUTE or len(self.graph.ops[line.op].outputs) != 1:
+            return None
+        made = self.graph.ops[line.op].outputs[0]
+        if stop < len(lines) and lines[stop].verb is Verb.DELETE:
+            dead += lines[stop].tensors
+            stop += 1
+        if made in dead or stop == len(lines) or lines[stop].verb is not Verb.GRAD:
+            return None
+        contribution = self.graph.contributions[lines[stop].op]
+        value, name = self.expressions.tensor(contribution.tensor), self.names.of(made)
+        if value != name and not value.startswith(f"{name}."):
+            return None
+        stop += 1
+        if stop < len(lines):
+            if lines[stop].verb is not Verb.DELETE or made not in lines[stop].tensors:
+                return None
+            dead += [t for t in lines[stop].tensors if t != made]
+            stop += 1
+        op = self.graph.ops[line.op]
+        parameter = relative(parameter_name(self.graph, self.cell, contribution.parameter), self.cell.prefix)
+        call = self.expressions.call(op)
+        if value != name and not call.endswith(")"):
+            call = f"({call})"
+        written = self._statement(f'p.grad["{parameter}"] += ', call, value[len(name) :], f"{op.source.file}:{op.source.line}")
+        return written + ([f"    del {', '.join(self.names.of(t) for t in dead)}"] if dead else []), stop
 
     def _line(self, line: Line) -> list[str]:
         names = [self.names.of(t) for t in line.tensors]
@@ -102,11 +136,15 @@ class _Writer:
             target = ""
         else:
             target = ", ".join(self.names.of(t) if t >= 0 and self.names.has(t) else "_" for t in op.outputs) + " = "
-        whole = f"    {target}{text}"
+        return self._statement(target, text, "", comment)
+
+    def _statement(self, target: str, text: str, views: str, comment: str) -> list[str]:
+        """`target text views`, broken at the arguments of the call where it is too long."""
+        whole = f"    {target}{text}{views}"
         if len(whole) <= WIDTH - 4 or not text.endswith(")"):
             return [_commented(whole, comment)]
         head, _, inner = text.partition("(")
-        return _call(f"    {target}{head}(", _split_arguments(inner[:-1]), ")", comment)
+        return _call(f"    {target}{head}(", _split_arguments(inner[:-1]), f"){views}", comment)
 
 
 def _commented(code: str, comment: str) -> str:
