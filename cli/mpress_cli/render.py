@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpress.emit.report import ACTIONS, Report, StageReport
+from mpress.emit.report import ACTIONS, ActionReport, Report, StageReport
 from mpress.plan import HOST
 from mpress.units import GIB, MIB, gib
 from mpress_cli.console import SCHEMA_VERSION, Json
@@ -17,7 +17,7 @@ WORDS = {"keep": "keep", "recompute": "recompute", "swap_host": "swap to host", 
 CAUSE_COLUMNS = ("weights", "gradients", "optimizer", "activations", "foreign stripes")
 SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "foreign stripes": "foreign"}
 MATRIX_GPUS = 8  # a wider matrix does not fit 80 columns; a list is shown instead
-MAX_KINDS = 8  # rows of tensor kinds per action; the rest is summed
+MAX_KINDS = 5  # rows of tensor kinds per action; the rest is summed
 
 
 def screen(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> Group:
@@ -63,7 +63,7 @@ def memory_table(report: Report) -> Table:
     return table
 
 
-def cause_table(report: Report) -> Table:
+def cause_table(report: Report) -> Group:
     """The planned peak by cause, and how many micro-batches the activations are of."""
     size, unit = _scale(max(s.capacity_bytes for s in report.stages))
     heads = [SHORT.get(cause, cause) for cause in CAUSE_COLUMNS]
@@ -74,8 +74,7 @@ def cause_table(report: Report) -> Table:
         cells = [f"{causes.get(cause, 0) / size:.2f}" for cause in CAUSE_COLUMNS]
         reserve = stage.capacity_bytes - stage.usable_bytes
         table.add_row(str(stage.gpu), *cells, f"x{stage.in_flight}", f"{working / size:.2f}", f"{reserve / size:.2f}")
-    table.caption = "working: inputs, boundary and swap buffers, temporaries"
-    return table
+    return Group(table, Text("working: inputs, boundary and swap buffers, temporaries", style="dim"))
 
 
 def stage_table(report: Report) -> Table:
@@ -92,7 +91,7 @@ def stage_table(report: Report) -> Table:
     return table
 
 
-def action_table(report: Report) -> Table:
+def action_table(report: Report) -> Group:
     """Actions by kind of tensor: what stays, and what each way of making room moves off the GPUs."""
     size, unit = _scale(max((row.held_bytes for row in report.actions), default=0))
     table = Table(
@@ -105,26 +104,25 @@ def action_table(report: Report) -> Table:
     for action in ACTIONS:
         rows = [row for row in report.actions if row.action == action]
         for row in rows[:MAX_KINDS]:
-            table.add_row(WORDS[action], row.kind, str(row.tensors), f"{row.held_bytes / size:.2f}", "")
+            table.add_row(WORDS[action], row.kind, str(row.tensors), f"{row.held_bytes / size:.2f}", _seconds_of([row]))
         rest = rows[MAX_KINDS:]
         if rest:
-            table.add_row(
-                WORDS[action],
-                f"{len(rest)} smaller kinds",
-                str(sum(row.tensors for row in rest)),
-                f"{sum(row.held_bytes for row in rest) / size:.2f}",
-                "",
-            )
+            table.add_row(WORDS[action], f"{len(rest)} smaller kinds", *_sums(rest, size), _seconds_of(rest))
         if rows:
-            total = f"{sum(row.held_bytes for row in rows) / size:.2f}"
-            table.add_row(
-                Text(WORDS[action], style="bold"),
-                Text("all", style="bold"),
-                str(sum(r.tensors for r in rows)),
-                total,
-                _cost(report, action),
-            )
-    return table
+            table.add_row(*[Text(word, style="bold") for word in (WORDS[action], "all", *_sums(rows, size), _seconds_of(rows))])
+    costs = "costs: compute in a step, all GPUs together"
+    if report.stall_seconds > 0:
+        costs += f"; they also wait {seconds(report.stall_seconds)} for swaps"
+    return Group(table, Text(costs, style="dim"))
+
+
+def _sums(rows: Sequence[ActionReport], size: int) -> tuple[str, str]:
+    return str(sum(row.tensors for row in rows)), f"{sum(row.held_bytes for row in rows) / size:.2f}"
+
+
+def _seconds_of(rows: Sequence[ActionReport]) -> str:
+    spent = sum(row.seconds for row in rows)
+    return seconds(spent) if spent > 0 else ""
 
 
 def stripe_matrix(report: Report) -> Group:
@@ -205,7 +203,14 @@ def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, 
         "stages": [_stage_document(stage) for stage in report.stages],
         "actions": actions,
         "kinds": [
-            {"kind": row.kind, "action": row.action, "tensors": row.tensors, "bytes": row.bytes, "held_bytes": row.held_bytes}
+            {
+                "kind": row.kind,
+                "action": row.action,
+                "tensors": row.tensors,
+                "bytes": row.bytes,
+                "held_bytes": row.held_bytes,
+                "seconds": row.seconds,
+            }
             for row in report.actions
         ],
         "d2d": [
@@ -268,13 +273,6 @@ def rounds(iterations: int) -> str:
     return "one round" if iterations == 1 else f"{iterations} rounds"
 
 
-def _cost(report: Report, action: str) -> str:
-    """What an action costs in the whole step: recompute its seconds, swaps the compute time lost waiting for them (both kinds together)."""
-    if action == "recompute":
-        return f"{seconds(report.recompute_seconds)} compute"
-    return f"{seconds(report.stall_seconds)} waiting" if action.startswith("swap") else ""
-
-
 def _ceil_percent(share: float) -> str:
     """A share in percent, rounded up to a tenth: a proof must not be rounded down."""
     tenths = int(share * 1000)
@@ -290,7 +288,7 @@ def _scale(largest: int) -> tuple[int, str]:
 
 
 def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title or None, title_justify="left", title_style="bold", caption_justify="left", box=None, pad_edge=False)
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     return table

@@ -13,7 +13,9 @@ def check_directory(directory: Path) -> None:
     """Refuse an output directory that is missing or cannot be written, before minutes are spent on a plan."""
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "does not exist"
-        raise InputError("out-dir", f"the output directory '{directory}' {what}", where="--out", hint=f"create it first: mkdir -p {directory}")
+        raise InputError(
+            "out-dir", f"the output directory '{directory}' {what}", where="--out", hint=f"create it first: mkdir -p {directory}"
+        )
     if not os.access(directory, os.W_OK | os.X_OK):
         raise InputError(
             "out-dir",
@@ -27,7 +29,9 @@ def write_files(files: tuple[tuple[Path, str], ...]) -> None:
     """Replace all files; on any error before the first rename the files that exist keep their content.  UTF-8, "\\n" line ends."""
     for target, _ in files:
         if target.is_dir():
-            raise InputError("write", f"'{target}' is a directory", where="--out", hint="remove it, or choose another directory with --out DIR")
+            raise InputError(
+                "write", f"'{target}' is a directory", where="--out", hint="remove it, or choose another directory with --out DIR"
+            )
     pending: list[tuple[Path, Path]] = []
     try:
         for target, text in files:

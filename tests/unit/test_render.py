@@ -106,8 +106,16 @@ def test_layers_are_named_in_few_words() -> None:
     assert layer_words(cells, 1, 2) == "h.0"
     parts = chain("wte", "h.0/1", "h.0/2", "h.0/3", "h.1/1", "h.1/2", "h.1/3", "h.2/1", "h.2/2", "h.2/3", "head")
     assert layer_words(parts, 0, 11) == "wte, h.0-h.2, head"
-    assert layer_words(parts, 0, 3) == "wte, h.0/1-2"
-    assert layer_words(parts, 3, 9) == "h.0/3, h.1, h.2/1-2"
+    assert layer_words(parts, 0, 3) == "wte, h.0/1, h.0/2"
+    assert layer_words(parts, 3, 9) == "h.0/3, h.1, h.2/1, h.2/2"
+
+
+def test_layers_of_blocks_cut_at_their_modules() -> None:
+    cells = chain("wte..drop", *(f"h.{n}.{part}" for n in range(4) for part in ("attn", "cross", "mlp/1", "mlp/2")), "ln_f..lm_head")
+    assert layer_words(cells, 0, 18) == "wte..drop, h.0-h.3, ln_f..lm_head"
+    assert layer_words(cells, 0, 2) == "wte..drop, h.0.attn"
+    assert layer_words(cells, 2, 11) == "h.0.cross-h.0.mlp/2, h.1, h.2.attn, h.2.cross"
+    assert layer_words(chain("0", "1", "2/a", "2/b"), 0, 3) == "0-1, 2/a"
 
 
 def test_numbers_are_short() -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mpress.cells import Chain
-from mpress.graph import Graph, Op, Storage
+from mpress.cells import Cell, Chain
+from mpress.costs import op_dtype, op_seconds
+from mpress.dataflow import study
+from mpress.graph import Graph, Op
 from mpress.holdings import trainable_elements
 from mpress.machine import Machine
 from mpress.plan import HOST, Plan, StagePlan, in_flight
-from mpress.program import CellProgram
+from mpress.program import CellProgram, Verb
 from mpress.recipe import Recipe
 from mpress.simulate import Replay
 from mpress.units import Bytes, Seconds
@@ -47,13 +49,17 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class ActionReport:
-    """What happens to the tensors of one kind ("mlp.c_fc addmm"): an action of ACTIONS, how many, how much."""
+    """What happens to the tensors of one kind ("mlp.c_fc addmm"): an action of ACTIONS, how many, how much.
+
+    seconds: compute time of a step spent on rebuilding them (recompute only; swaps cost the stall seconds of stages).
+    """
 
     kind: str
     action: str
     tensors: int
     bytes: Bytes
     held_bytes: Bytes
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,35 +115,37 @@ class Report:
 
 
 def layer_words(chain: Chain, first: int, last: int) -> str:
-    """Cells [first, last) in few words: "wte..drop, h.0-h.8, h.9/1-2"; a block is named whole when all its parts are there."""
+    """Cells [first, last) in few words: "wte..drop, h.0-h.8, h.9.attn"; a block is named whole when all its cells are there."""
     parts: dict[str, int] = {}
     for cell in chain.cells:
-        parts[_base(cell.name)] = parts.get(_base(cell.name), 0) + 1
-    words: list[str] = []
-    names = [cell.name for cell in chain.cells[first:last]]
-    position = 0
+        parts[_block(cell.name)] = parts.get(_block(cell.name), 0) + 1
     runs: list[tuple[str, list[str]]] = []  # (block, its cells in this stage)
-    for name in names:
-        if runs and runs[-1][0] == _base(name) and "/" in name:
-            runs[-1][1].append(name)
+    for cell in chain.cells[first:last]:
+        block = _block(cell.name)
+        if runs and runs[-1][0] == block:
+            runs[-1][1].append(cell.name)
         else:
-            runs.append((_base(name), [name]))
+            runs.append((block, [cell.name]))
+    whole = [len(inside) == parts[block] for block, inside in runs]
+    words: list[str] = []
+    position = 0
     while position < len(runs):
-        base, inside = runs[position]
-        if len(inside) < parts[base]:
-            words.append(inside[0] if len(inside) == 1 else f"{inside[0]}-{inside[-1].rsplit('/', 1)[-1]}")
-            position += 1
-            continue
+        block, inside = runs[position]
         end = position
-        while end + 1 < len(runs) and len(runs[end + 1][1]) == parts[runs[end + 1][0]] and _follows(runs[end][0], runs[end + 1][0]):
-            end += 1
-        words.append(base if end == position else f"{base}-{runs[end][0]}")
+        if whole[position]:
+            while end + 1 < len(runs) and whole[end + 1] and _follows(runs[end][0], runs[end + 1][0]):
+                end += 1
+            words.append(block if end == position else f"{block}-{runs[end][0]}")
+        else:
+            words += inside if len(inside) < 3 else [f"{inside[0]}-{inside[-1]}"]
         position = end + 1
     return ", ".join(words)
 
 
-def _base(name: str) -> str:
-    return name.split("/", 1)[0]
+def _block(name: str) -> str:
+    """ "h.3" of "h.3.attn" and of "h.3/2"; the name without its part where no number is in it."""
+    found = re.match(r"((?:[^./]+\.)*?\d+)(?=[./]|$)", name)
+    return found[1] if found else name.split("/", 1)[0]
 
 
 def _follows(a: str, b: str) -> bool:
@@ -220,7 +228,7 @@ def make_report(
         solver=solver,
         iterations=iterations,
         stages=tuple(stages),
-        actions=_actions(graph, chain, workload, programs, plan),
+        actions=_actions(graph, chain, workload, programs, machine, plan),
         stripes=_stripes(machine, plan, replay),
     )
 
@@ -239,55 +247,67 @@ def _causes(seen: tuple[tuple[str, Bytes], ...], elements: int, trainable: int, 
 
 
 def _actions(
-    graph: Graph, chain: Chain, workload: Workload, programs: tuple[tuple[CellProgram, ...], ...], plan: Plan
+    graph: Graph, chain: Chain, workload: Workload, programs: tuple[tuple[CellProgram, ...], ...], machine: Machine, plan: Plan
 ) -> tuple[ActionReport, ...]:
-    storages = {storage.id: storage for storage in graph.storages}
-    owner = {tensor.id: storages[tensor.storage] for tensor in graph.tensors}
-    origin = _origins(graph, owner)
+    kinds = [_Kinds(graph, chain.cells[index]) for index in chain.representatives]
     counts: dict[tuple[str, str], list[int]] = {}
+    costs: dict[tuple[str, str], float] = {}
     for s, stage in enumerate(plan.stages):
         depth = in_flight(plan.schedule, len(plan.stages), s, plan.micro_batches)
         away = sum(share.bytes for share in stage.shares)
         peers = sum(share.bytes for share in stage.shares if share.pool != HOST)
+        device = machine.devices[stage.device]
         for cell, index in zip(chain.cells[stage.first : stage.last], stage.modes, strict=True):
-            mode = workload.types[cell.type].modes[index]
-            program = programs[cell.type][index]
-            prefix = chain.cells[chain.representatives[cell.type]].prefix
-            kept = [owner[root].id for root in program.saved if owner[root].id not in mode.swap]
-            rows = [(storage, "keep", storages[storage].bytes) for storage in kept]
-            rows += [(storage, "recompute", storages[storage].bytes) for storage in mode.recompute]
+            mode, program, kind = workload.types[cell.type].modes[index], programs[cell.type][index], kinds[cell.type]
+            saved = dict.fromkeys(graph.tensors[root].storage for root in program.saved)
+            rows = [(storage, "keep", int(graph.storages[storage].bytes)) for storage in saved if storage not in mode.swap]
+            rows += [(storage, "recompute", int(graph.storages[storage].bytes)) for storage in mode.recompute]
             for storage in mode.swap:
-                size = storages[storage].bytes
+                size = int(graph.storages[storage].bytes)
                 striped = size * peers // away if away else 0
-                rows += [(storage, action, Bytes(part)) for action, part in (("swap_d2d", striped), ("swap_host", size - striped)) if part]
+                rows += [(storage, action, part) for action, part in (("swap_d2d", striped), ("swap_host", size - striped)) if part]
             for storage, action, size in rows:
-                row = counts.setdefault((_kind(origin.get(storage), prefix), action), [0, 0, 0])
+                row = counts.setdefault((kind.of_storage(storage), action), [0, 0, 0])
                 row[0] += 1
                 row[1] += size
                 row[2] += size * depth
+            for line in program.backward:
+                if line.verb is Verb.RECOMPUTE:
+                    op = kind.flow.ops[line.op]
+                    key = (kind.of_op(op), "recompute")
+                    counts.setdefault(key, [0, 0, 0])  # rebuilt on the way to another tensor
+                    costs[key] = costs.get(key, 0.0) + plan.micro_batches * op_seconds(op, device, op_dtype(op, kind.flow))
     order = sorted(counts.items(), key=lambda item: (ACTIONS.index(item[0][1]), -item[1][2], item[0][0]))
-    return tuple(ActionReport(kind, action, row[0], Bytes(row[1]), Bytes(row[2])) for (kind, action), row in order)
+    return tuple(
+        ActionReport(kind, action, row[0], Bytes(row[1]), Bytes(row[2]), Seconds(costs.get((kind, action), 0.0)))
+        for (kind, action), row in order
+    )
 
 
-def _origins(graph: Graph, owner: dict[int, Storage]) -> dict[int, Op]:
-    """The op that first makes each storage."""
-    origin: dict[int, Op] = {}
-    for op in graph.ops:
-        if not op.view:
+class _Kinds:
+    """Names the tensors of one cell type in the user's words: the module that makes them, without its block's number, and the operator."""
+
+    def __init__(self, graph: Graph, cell: Cell) -> None:
+        self.flow = study(graph, cell)
+        self._cell = cell
+        self._makers: dict[int, Op] = {}
+        for index in cell.forward:
+            op = self.flow.ops[index]
             for output in op.outputs:
-                if output >= 0:
-                    origin.setdefault(owner[output].id, op)
-    return origin
+                if output >= 0 and not op.view:
+                    self._makers.setdefault(graph.tensors[output].storage, op)
 
+    def of_storage(self, storage: int) -> str:
+        """ "mlp.c_fc addmm", or "mlp input" for what an earlier cell made."""
+        op = self._makers.get(storage)
+        return self.of_op(op) if op is not None else f"{self._cell.name.removeprefix(self._cell.prefix)} input"
 
-def _kind(op: Op | None, prefix: str) -> str:
-    """A kind of tensor in the user's words: the module that makes it, without its block's number, and the operator."""
-    if op is None:
-        return "model inputs"
-    module = f"{op.module}."
-    inside = module.removeprefix(prefix).rstrip(".") if module.startswith(prefix) else f"<previous>.{op.module.rsplit('.', 1)[-1]}"
-    name = op.target.split(".")[1].strip("_").removeprefix("scaled_dot_product_") if "." in op.target else op.target
-    return f"{inside} {name}".strip()
+    def of_op(self, op: Op) -> str:
+        """ "mlp.c_fc addmm"."""
+        module = f"{op.module}.".removeprefix(self._cell.prefix).rstrip(".")
+        name = op.target.split(".")[1] if "." in op.target else op.target
+        name = name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
+        return f"{module} {name}".strip()
 
 
 def _stripes(machine: Machine, plan: Plan, replay: Replay) -> tuple[StripeReport, ...]:
