@@ -1,0 +1,245 @@
+"""The loop: greedy plan, bound, joint problem, replay, refine - until the best replayed plan is within the gap of the proven bound.
+
+The bound only ever comes from relaxations without reserves; plans only ever count with the time and the peaks the replay gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpress.errors import MpressError
+from mpress.plan import Plan
+from mpress.problem import Composition, Problem, check
+from mpress.simulate import Replay
+from mpress.solve.backend import INFINITY, SOLVER, Result, Status, solve
+from mpress.solve.encode import Encoding, Variant, durations, encode
+from mpress.solve.explain import infeasible
+from mpress.solve.greedy import greedy, plain
+from mpress.solve.judge import Verdict, judge
+from mpress.solve.timeline import Path, Timeline
+
+EXACT = 1e-9  # relative difference below which two step times are the same
+OPTIMAL = 1e-6
+_LP_ROUNDS = 30
+_REPAIRS = 4
+_IDLE_ROUNDS = 6  # rounds without a better plan, bound or path after which a large problem is left as it is
+FEW_CELLS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """bound_seconds: no plan of this problem is faster.  gap = 1 - bound / step.  status: optimal, within_gap, limit or interrupted.
+    iterations: models solved.
+    """
+
+    plan: Plan
+    replay: Replay
+    bound_seconds: float
+    gap: float
+    status: str
+    solver: str
+    iterations: int
+
+
+def plan(problem: Problem, progress: Callable[[str], None] | None = None) -> Solution:
+    """The best plan found, with its gap.  Raises InfeasibleError("no-plan"), or MpressError("interrupted" | "work-limit") without a plan."""
+    check(problem)
+    search = _Search(problem, progress or (lambda _: None))
+    interrupted = False
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    return search.solution(interrupted)
+
+
+def _composition(code: Encoding, values: tuple[float, ...]) -> Composition:
+    kinds = code.problem.workload.types
+    return Composition(
+        tuple(
+            tuple(tuple(round(values[row[m]]) if m in row else 0 for m in range(len(kinds[t].modes))) for t, row in enumerate(stage))
+            for stage in code.mode
+        )
+    )
+
+
+class _Search:
+    """What is known so far: best plan, bound, path rows, compositions judged."""
+
+    def __init__(self, problem: Problem, progress: Callable[[str], None]) -> None:
+        self.problem, self.progress = problem, progress
+        self.timeline = Timeline(problem.schedule, problem.stages, problem.micro_batches)
+        self.paths: list[Path] = list(self.timeline.classic_paths())
+        self.best: Verdict | None = None
+        self.bound = 0.0
+        self.left = problem.work
+        self.iterations = 0
+        self.excluded: list[Composition] = []
+        self.reserve = (0,) * problem.stages
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1.0 - self.bound / self.best.seconds) if self.best else INFINITY
+
+    @property
+    def done(self) -> bool:
+        return self.gap <= max(self.problem.gap, EXACT)
+
+    def solution(self, interrupted: bool) -> Solution:
+        if self.best is None:
+            if interrupted:
+                error = MpressError("interrupted", "interrupted before any plan was found")
+                error.exit_code = 130
+                raise error
+            message = "the work limit was reached before any plan was found, and none was proven impossible"
+            raise MpressError("work-limit", message, where="--work-limit", hint="raise --work-limit")
+        words = "optimal" if self.gap <= OPTIMAL else "within_gap" if self.done else "interrupted" if interrupted else "limit"
+        bound = min(self.bound, self.best.seconds)
+        return Solution(self.best.plan, self.best.replay, bound, self.gap, words, SOLVER, self.iterations)
+
+    def run(self) -> None:
+        self._offer(judge(self.problem, plain(self.problem)))
+        self._free()
+        if not self.done:
+            found = greedy(self.problem)
+            if found is not None:
+                self._offer(found)
+            self._joint()
+        self._thrift()
+
+    def _free(self) -> None:
+        """The partition alone: its bound holds for every plan, and where its plan fits nothing else is worth doing."""
+        variant = Variant(free=True)
+        self._relax(variant)
+        while True:
+            code = encode(self.problem, variant, tuple(self.paths))
+            result = self._solve(code, min(self.problem.gap / 4, 1e-3))
+            self._raise_bound(result.bound / code.second)
+            if not result.values:
+                return
+            grown = self._learn(code, result)
+            self._offer(judge(self.problem, _composition(code, result.values)))
+            if self.done or not grown:
+                return
+
+    def _joint(self) -> None:
+        """Everything at once."""
+        few = len(self.problem.workload.cells) <= FEW_CELLS
+        self._relax(self._variant())
+        idle = 0
+        while not self.done and self.left > 0 and idle < _IDLE_ROUNDS:
+            variant = self._variant()
+            code = encode(self.problem, variant, tuple(self.paths))
+            result = self._solve(code, self.problem.gap / 3)
+            if result.status is Status.INFEASIBLE:
+                if self.best is None:
+                    raise infeasible(self.problem)
+                self._raise_bound(variant.limit)
+                return
+            before = self.best.seconds if self.best else INFINITY, self.bound
+            self._raise_bound(min(result.bound / code.second, variant.limit or INFINITY))
+            if not result.values:
+                return
+            grown = self._learn(code, result)
+            composition = _composition(code, result.values)
+            verdict = judge(self.problem, composition)
+            self._offer(verdict)
+            if not verdict.fits and not few:
+                self._repair(verdict)
+            if few or not grown:
+                self.excluded.append(composition)
+            after = self.best.seconds if self.best else INFINITY, self.bound
+            idle = 0 if few or grown or after != before else idle + 1
+
+    def _variant(self) -> Variant:
+        """Only plans better than the best by more than the gap are of interest; if there is none, that is the bound."""
+        limit = self.best.seconds * (1.0 - max(self.problem.gap, EXACT)) if self.best else 0.0
+        return Variant(limit=limit, excluded=tuple(self.excluded))
+
+    def _relax(self, variant: Variant) -> None:
+        """Path rows from the linear relaxation, where they cost nothing."""
+        for _ in range(_LP_ROUNDS):
+            code = encode(self.problem, variant, tuple(self.paths))
+            result = solve(code.model, 0.0, 1, relax=True)
+            if result.status is Status.INTERRUPTED:
+                raise KeyboardInterrupt
+            if not result.values or not self._learn(code, result):
+                return
+
+    def _learn(self, code: Encoding, result: Result) -> bool:
+        """Add the critical path of a solution if it is longer than the model thought."""
+        seconds, path = self.timeline.critical(durations(code, result.values))
+        if seconds * code.second <= result.values[code.step] * (1.0 + 1e-7) or path in self.paths:
+            return False
+        self.paths.append(path)
+        return True
+
+    def _repair(self, verdict: Verdict) -> None:
+        """Hold back on each stage what the replay found missing, in the same partition, until it fits."""
+        reserve = self.reserve
+        for _ in range(_REPAIRS):
+            reserve = tuple(a + b for a, b in zip(reserve, verdict.excess, strict=True))
+            ends = verdict.composition.cuts()
+            code = encode(self.problem, Variant(reserve=reserve, ends=ends), tuple(self.paths))
+            result = self._solve(code, self.problem.gap / 4)
+            if not result.values:
+                code = encode(self.problem, Variant(reserve=reserve), tuple(self.paths))
+                result = self._solve(code, self.problem.gap / 2)
+                if not result.values:
+                    return
+            self._learn(code, result)
+            verdict = judge(self.problem, _composition(code, result.values))
+            self._offer(verdict)
+            if verdict.fits:
+                self.reserve = reserve
+                return
+
+    def _thrift(self) -> None:
+        """At the same step time: fewest bytes moved, then fewest cells that are not simply kept."""
+        if self.best is None or self.left <= 0:
+            return
+        best = self.best
+        limit = best.seconds * (1.0 + max(0.05 * self.problem.gap, EXACT))
+        if not any(m for stage in best.plan.stages for m in stage.modes):
+            return
+        code = encode(
+            self.problem, Variant(thrift=True, ends=best.composition.cuts(), limit=limit, reserve=self.reserve), tuple(self.paths)
+        )
+        result = self._solve(code, 1e-3)
+        if not result.values:
+            return
+        verdict = judge(self.problem, _composition(code, result.values))
+        if verdict.fits and verdict.seconds <= limit and _effort(verdict) < _effort(best):
+            self.best = verdict
+
+    def _solve(self, code: Encoding, gap: float) -> Result:
+        result = solve(code.model, gap, int(max(self.left, 1)))
+        self.iterations += 1
+        self.left -= result.nodes
+        if result.status is Status.INTERRUPTED:
+            if result.values and not code.variant.free:
+                self._offer(judge(self.problem, _composition(code, result.values)))
+            raise KeyboardInterrupt
+        self.progress(self._words())
+        return result
+
+    def _words(self) -> str:
+        if self.best is None:
+            return f"bound {self.bound:.4g} s, no plan yet"
+        return f"best {self.best.seconds:.4g} s, bound {self.bound:.4g} s, gap {100 * self.gap:.2f} %"
+
+    def _offer(self, verdict: Verdict) -> None:
+        if verdict.fits and (self.best is None or verdict.seconds < self.best.seconds):
+            self.best = verdict
+            self.progress(self._words())
+
+    def _raise_bound(self, seconds: float) -> None:
+        if -INFINITY < seconds < INFINITY:
+            self.bound = max(self.bound, seconds)
+
+
+def _effort(verdict: Verdict) -> tuple[int, int]:
+    """(bytes swapped per micro-batch, cells in a mode other than keep)"""
+    moved = sum(share.bytes for stage in verdict.plan.stages for share in stage.shares)
+    return int(moved), sum(1 for stage in verdict.plan.stages for m in stage.modes if m)
