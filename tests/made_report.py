@@ -53,7 +53,7 @@ def report() -> Report:
         schedule="1f1b",
         micro_batch=1,
         micro_batches=32,
-        status="gap_reached",
+        status="within_gap",
         gap=0.00312,
         gap_target=0.01,
         bound_seconds=Seconds(7.97),

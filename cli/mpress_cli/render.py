@@ -161,8 +161,7 @@ def summary(report: Report, files: tuple[str, ...], timings: Mapping[str, float]
 def proof_words(report: Report) -> str:
     """The gap in words; never better than what was proven."""
     limits = {
-        "optimal": "",
-        "work_limit": "; the work limit ended the search",
+        "limit": "; the search ended without a better plan or bound",
         "interrupted": "; you ended the search",
     }
     ending = limits.get(report.status, "")

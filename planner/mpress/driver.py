@@ -31,6 +31,7 @@ from mpress.solve.explain import unplanned
 from mpress.solve.search import Solution, plan
 from mpress.trace.fx_export import to_fx
 from mpress.trace.record import trace
+from mpress.units import Seconds
 from mpress.verify import verify
 from mpress.workload import Workload
 
@@ -199,7 +200,7 @@ def _emit(bench: Bench) -> str:
         status=solution.status,
         gap=solution.gap,
         gap_target=options.gap,
-        bound_seconds=solution.bound_seconds,
+        bound_seconds=Seconds(solution.bound_seconds),
         solver=solution.solver,
         iterations=solution.iterations,
     )

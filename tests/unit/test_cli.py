@@ -78,7 +78,7 @@ def test_data_on_stdout_talk_on_stderr(seen: list[Options], capsys: pytest.Captu
 def test_json_is_exactly_one_document(seen: list[Options], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["m.py", "--gpus", "8", "--json", "--dry-run"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["status"] == "gap_reached" and document["files"] == []
+    assert document["status"] == "within_gap" and document["files"] == []
 
 
 @pytest.mark.parametrize(
