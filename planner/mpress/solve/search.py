@@ -22,7 +22,9 @@ from mpress.solve.timeline import Path, Timeline
 EXACT = 1e-9  # relative difference below which two step times are the same
 OPTIMAL = 1e-6
 _LP_ROUNDS = 30
-_REPAIRS = 4
+_REPAIRS = 5
+_THRIFT_GAP = 0.03
+_THRIFT_NODES = 300
 _IDLE_ROUNDS = 6  # rounds without a better plan, bound or path after which a large problem is left as it is
 FEW_CELLS = 12
 
@@ -76,7 +78,6 @@ class _Search:
         self.left = problem.work
         self.iterations = 0
         self.excluded: list[Composition] = []
-        self.reserve = (0,) * problem.stages
 
     @property
     def gap(self) -> float:
@@ -145,8 +146,8 @@ class _Search:
             composition = _composition(code, result.values)
             verdict = judge(self.problem, composition)
             self._offer(verdict)
-            if not verdict.fits and not few:
-                self._repair(verdict)
+            if not few and not self.done:
+                self._settle(composition, result.objective / code.second)
             if few or not grown:
                 self.excluded.append(composition)
             after = self.best.seconds if self.best else INFINITY, self.bound
@@ -158,14 +159,16 @@ class _Search:
         return Variant(limit=limit, excluded=tuple(self.excluded))
 
     def _relax(self, variant: Variant) -> None:
-        """Path rows from the linear relaxation, where they cost nothing."""
+        """Path rows from the linear relaxation, where they cost nothing, as long as they raise it."""
+        before = 0.0
         for _ in range(_LP_ROUNDS):
             code = encode(self.problem, variant, tuple(self.paths))
             result = solve(code.model, 0.0, 1, relax=True)
             if result.status is Status.INTERRUPTED:
                 raise KeyboardInterrupt
-            if not result.values or not self._learn(code, result):
+            if not result.values or result.objective <= before * (1.0 + 1e-5) or not self._learn(code, result):
                 return
+            before = result.objective
 
     def _learn(self, code: Encoding, result: Result) -> bool:
         """Add the critical path of a solution if it is longer than the model thought."""
@@ -175,46 +178,45 @@ class _Search:
         self.paths.append(path)
         return True
 
-    def _repair(self, verdict: Verdict) -> None:
-        """Hold back on each stage what the replay found missing, in the same partition, until it fits."""
-        reserve = self.reserve
+    def _settle(self, composition: Composition, seconds: float) -> None:
+        """From the problem's answer to a plan that replays well: in its partition, at nearly its step time, move the fewest bytes (busy
+        links are what the problem sees least of); then hold back on each stage what the replay finds missing, until it fits.
+        """
+        ends = composition.cuts()
+        limit = max(seconds, self.bound) * (1.0 + self.problem.gap / 2)
+        reserve = (0,) * self.problem.stages
         for _ in range(_REPAIRS):
-            reserve = tuple(a + b for a, b in zip(reserve, verdict.excess, strict=True))
-            ends = verdict.composition.cuts()
-            code = encode(self.problem, Variant(reserve=reserve, ends=ends), tuple(self.paths))
-            result = self._solve(code, self.problem.gap / 4)
+            variant = Variant(thrift=True, ends=ends, limit=limit, reserve=reserve)
+            code = encode(self.problem, variant, tuple(self.paths))
+            result = self._solve(code, _THRIFT_GAP, _THRIFT_NODES)
             if not result.values:
-                code = encode(self.problem, Variant(reserve=reserve), tuple(self.paths))
-                result = self._solve(code, self.problem.gap / 2)
-                if not result.values:
-                    return
-            self._learn(code, result)
+                code = encode(self.problem, Variant(ends=ends, reserve=reserve), tuple(self.paths))
+                result = self._solve(code, self.problem.gap / 4, _THRIFT_NODES)
+            if not result.values:
+                return
             verdict = judge(self.problem, _composition(code, result.values))
             self._offer(verdict)
             if verdict.fits:
-                self.reserve = reserve
                 return
+            reserve = tuple(a + b for a, b in zip(reserve, verdict.excess, strict=True))
 
     def _thrift(self) -> None:
         """At the same step time: fewest bytes moved, then fewest cells that are not simply kept."""
-        if self.best is None or self.left <= 0:
-            return
         best = self.best
-        limit = best.seconds * (1.0 + max(0.05 * self.problem.gap, EXACT))
-        if not any(m for stage in best.plan.stages for m in stage.modes):
+        if best is None or self.left <= 0 or not any(m for stage in best.plan.stages for m in stage.modes):
             return
-        code = encode(
-            self.problem, Variant(thrift=True, ends=best.composition.cuts(), limit=limit, reserve=self.reserve), tuple(self.paths)
-        )
-        result = self._solve(code, 1e-3)
+        limit = best.seconds * (1.0 + EXACT)
+        variant = Variant(thrift=True, ends=best.composition.cuts(), limit=limit)
+        code = encode(self.problem, variant, tuple(self.paths))
+        result = self._solve(code, _THRIFT_GAP if self.problem.gap > OPTIMAL else 0.0, _THRIFT_NODES)
         if not result.values:
             return
         verdict = judge(self.problem, _composition(code, result.values))
         if verdict.fits and verdict.seconds <= limit and _effort(verdict) < _effort(best):
             self.best = verdict
 
-    def _solve(self, code: Encoding, gap: float) -> Result:
-        result = solve(code.model, gap, int(max(self.left, 1)))
+    def _solve(self, code: Encoding, gap: float, most: int = 1 << 30) -> Result:
+        result = solve(code.model, gap, int(max(min(self.left, most), 1)))
         self.iterations += 1
         self.left -= result.nodes
         if result.status is Status.INTERRUPTED:
