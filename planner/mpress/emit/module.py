@@ -8,7 +8,7 @@ INPUTS, STAGES  what the runtime needs to feed it; `main` of mpress.runtime runs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpress.cells import Chain
 from mpress.emit.cell_code import cell_functions
@@ -59,12 +59,15 @@ def emit_module(
         "",
         "aten = torch.ops.aten",
         f'GRAPH_SHA256 = "{fingerprint(graph)}"',
-        f"DTYPE = torch.{dtype}",
-        "INPUTS = {  # name: shape of a micro-batch, dtype, range of made-up integers",
+        f'DTYPE = "{dtype}"',
+        f"DTYPES = {_table(_other_dtypes(graph, dtype))}  # parameters of another dtype",
+        f"FROZEN = {_names([p.names[0] for p in graph.parameters if not p.trainable])}",
+        f"ALIASES = {_ties(graph)}  # all names of each tied parameter",
+        "INPUTS = {  # name: shape of a micro-batch, dtype, range of made-up integers: low <= x < high",
     ]
     for given in graph.inputs:
         tensor = graph.tensors[given.tensor]
-        text.append(f'    "{given.name}": ({tensor.shape!r}, torch.{tensor.dtype}, {given.low}, {given.high}),')
+        text.append(f'    "{given.name}": ({tensor.shape!r}, "{tensor.dtype}", {given.low}, {given.high + 1}),')
     text += ["}", "", ""]
     for kind, mode in _modes_in_use(workload, plan):
         cell = chain.cells[chain.representatives[kind]]
@@ -84,6 +87,26 @@ def emit_module(
     text += ["", "", f"STAGES = ({stages}{',' if len(plan.stages) == 1 else ''})", "", 'if __name__ == "__main__":']
     text += [f'    main(sys.modules[__name__], "{schedule_name}")']
     return "\n".join(line.rstrip() for line in text) + "\n"
+
+
+def _names(names: Sequence[str]) -> str:
+    """A tuple of strings as Python text."""
+    quoted = [f'"{name}"' for name in names]
+    return f"({quoted[0]},)" if len(quoted) == 1 else f"({', '.join(quoted)})"
+
+
+def _ties(graph: Graph) -> str:
+    ties = [_names(p.names) for p in graph.parameters if len(p.names) > 1]
+    return f"({', '.join(ties)},)" if ties else "()"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f'"{name}": "{value}"' for name, value in rows.items()) + "}"
+
+
+def _other_dtypes(graph: Graph, dtype: str) -> dict[str, str]:
+    found = {name: graph.tensors[p.tensor].dtype for p in graph.parameters for name in p.names}
+    return {name: kind for name, kind in found.items() if kind != dtype}
 
 
 def _unique(name: str, tables: dict[int, str]) -> str:

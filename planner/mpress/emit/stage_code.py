@@ -110,34 +110,20 @@ def stage_title(chain: Chain, stage: StagePlan) -> str:
 
 
 def _parameters(graph: Graph, chain: Chain, stage: StagePlan, tables: Mapping[int, str]) -> list[str]:
-    """PARAMS, ALIASES and FROZEN of a stage."""
-    lines, aliases, seen = ["    PARAMS = {"], dict[str, str](), dict[str, str]()
+    """PARAMS of a stage: each parameter once, under the name the first cell that uses it knows it by."""
+    lines, seen = ["    PARAMS = {"], set[str]()
     for run in runs(chain, stage):
         for cell, _ in run.period:
-            if layer(cell) >= 0 and run.count > 1:
-                stop = run.first + run.count
-                open_prefix = _LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)
-                lines.append(f'        **layers("{open_prefix}", range({run.first}, {stop}), {tables[cell.type]}),')
-                continue
             if layer(cell) >= 0:
-                lines.append(
-                    f'        **layers("{_LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)}", ({run.first},), {tables[cell.type]}),'
-                )
+                numbers = f"range({run.first}, {run.first + run.count})" if run.count > 1 else f"({run.first},)"
+                open_prefix = _LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)
+                lines.append(f'        **layers("{open_prefix}", {numbers}, {tables[cell.type]}),')
                 continue
             for canonical, (name, shape) in zip(cell.parameters, shape_table(graph, cell).items(), strict=True):
-                if canonical in seen:
-                    if seen[canonical] != name:
-                        aliases[name] = seen[canonical]
-                    continue
-                seen[canonical] = name
-                lines.append(f"        {cell.prefix + name!r}: {shape!r},".replace("'", '"'))
-    lines.append("    }")
-    words = ", ".join(f'"{alias}": "{name}"' for alias, name in aliases.items())
-    lines.append(f"    ALIASES = {{{words}}}")
-    used = {name for cell in chain.cells[stage.first : stage.last] for name in cell.parameters}
-    frozen = [p.names[0] for p in graph.parameters if not p.trainable and p.names[0] in used]
-    lines.append(f"    FROZEN = {_tuple([repr(name) for name in frozen])}")
-    return lines
+                if canonical not in seen:
+                    seen.add(canonical)
+                    lines.append(f'        "{cell.prefix + name}": {shape!r},')
+    return [*lines, "    }"]
 
 
 def _forward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
