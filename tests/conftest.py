@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("unit", "golden", "oracle", "property", "e2e", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing with them")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares text with tests/golden/<name>, or writes it under --update-golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert text == path.read_text(), f"{name} changed; look at the difference, then run pytest --update-golden"
+
+    return compare
 
 
 def _kind(nodeid: str) -> str:

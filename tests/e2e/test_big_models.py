@@ -1,0 +1,58 @@
+"""Billion-parameter plans on the machine the tests run on: what the README promises, by counts and bytes, never by seconds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+GIB = 2**30
+
+
+def plan(*flags: str, code: int = 0) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpress_cli", str(GPT), "--gpus", "8", "--json", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stderr
+    document = json.loads(done.stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_fifteen_billion_parameters_on_eight_40_gib_gpus(tmp_path: Path) -> None:
+    document = plan("--machine", "dgx-a100-40gb", "--out", str(tmp_path))
+    assert 0 <= document["gap"] <= 0.01
+    stages = document["stages"]
+    assert any(stage["unplanned_peak_bytes"] > stage["capacity_bytes"] for stage in stages)
+    assert all(stage["peak_bytes"] <= stage["usable_bytes"] for stage in stages)
+    used = [name for name, row in document["actions"].items() if name != "keep" and row["bytes"] > 0]
+    assert len(used) >= 2
+    text = (tmp_path / "gpt_mpress.py").read_text()
+    ast.parse(text)
+    assert text.count("\n") <= 1500
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 2 * GIB
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
+    """125 layers: 25.39 B parameters x 16 B = 378 GiB and a second copy of the tied table of 50304 x 4096, on 8 x 38 GiB."""
+    document = plan("--machine", "dgx-a100-40gb", "--model-arg", "layers=125", "--dry-run", code=1)
+    assert document["code"] == "no-plan"
+    parameters = 125 * (12 * 4096**2 + 13 * 4096) + (50304 + 2048) * 4096 + 2 * 4096
+    state = (parameters + 50304 * 4096) * 16
+    assert state > 8 * 38 * GIB
+    assert f"{state / GIB:.2f} GiB" in document["message"]
+
+
+def test_what_fits_needs_no_action() -> None:
+    document = plan("--machine", "dgx1-v100-32gb", "--precision", "fp16", "--model-arg", "layers=26", "--dry-run")
+    assert document["gap"] <= 0.01
+    assert all(row["bytes"] == 0 for name, row in document["actions"].items() if name != "keep")
