@@ -2,5 +2,6 @@
 
 from mpress.runtime.launch import main
 from mpress.runtime.ops import dropout, dropout_bwd, sdpa, sdpa_bwd
+from mpress.runtime.parameters import layers
 
-__all__ = ["dropout", "dropout_bwd", "main", "sdpa", "sdpa_bwd"]
+__all__ = ["dropout", "dropout_bwd", "layers", "main", "sdpa", "sdpa_bwd"]

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Accountant(TorchDispatchMode):
+class Accountant(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, charges new storages to the rank that is `running`.  live, peak: bytes by rank."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.running = 0
         self.live = [0] * ranks
         self.peak = [0] * ranks
@@ -23,6 +23,10 @@ class Accountant(TorchDispatchMode):
         self.action = "start"
         self._known: set[int] = set()
         self._paused = False
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never count this storage, which outlives the accountant: a pool is host memory, or charged to its lender by `lend`."""
+        self._known.add(tensor.untyped_storage()._cdata)
 
     def lend(self, rank: int, size: int) -> None:
         """Count a pool that `rank` lends for the whole run."""

@@ -17,23 +17,23 @@ from mpress.runtime.synthetic import InputRanges
 class Program(Protocol):
     """What an emitted module provides.
 
-    ALIASES: every name of each tied parameter; FROZEN: names without gradient; BUFFERS: names of buffers (also in PARAMS of their stage);
-    DTYPES: names whose dtype is not DTYPE.
+    DTYPE: of parameters that DTYPES does not name; FROZEN: parameters without gradient; ALIASES: all names of each tied parameter, the
+    canonical one first.
     """
 
     __file__: str
     GRAPH_SHA256: str
     DTYPE: str
     DTYPES: Mapping[str, str]
-    INPUTS: InputRanges
-    ALIASES: Sequence[tuple[str, ...]]
     FROZEN: Sequence[str]
+    ALIASES: Sequence[tuple[str, ...]]
+    INPUTS: InputRanges
     STAGES: Sequence[type[Stage]]
 
 
 def check_program(program: Program, schedule: ScheduleFile, world: int | None) -> None:
     """The schedule must be of this module, and one process run each stage; raises RunError."""
-    if program.GRAPH_SHA256 != schedule.fingerprint:
+    if schedule.fingerprint != program.GRAPH_SHA256:
         raise RunError("the schedule was written for another module; run mpress-plan again and keep both of its files together")
     if len(program.STAGES) != len(schedule.stages):
         raise RunError(f"the module has {len(program.STAGES)} stages, the schedule {len(schedule.stages)}; run mpress-plan again")
@@ -41,19 +41,21 @@ def check_program(program: Program, schedule: ScheduleFile, world: int | None) -
         raise RunError(f"{world} processes for {len(schedule.stages)} stages; start torchrun --nproc-per-node {len(schedule.stages)}")
 
 
-def declared(program: Program, stage: type[Stage]) -> tuple[Declared, ...]:
-    """The parameters and buffers of a stage, in its order."""
+def declared(program: Program, index: int) -> tuple[Declared, ...]:
+    """The parameters of a stage in its order; the names of a tied one begin with the name in this stage."""
     result = []
-    for name, shape in stage.PARAMS.items():
-        names = (name, *(alias for group in program.ALIASES if name in group for alias in group if alias != name))
+    for name, shape in program.STAGES[index].PARAMS.items():
+        tie = next((group for group in program.ALIASES if name in group), (name,))
+        names = (name, *(alias for alias in tie if alias != name))
         dtype = getattr(torch, program.DTYPES.get(name, program.DTYPE))
-        result.append(Declared(names, tuple(shape), dtype, trainable=name not in program.FROZEN))
+        trainable = not any(alias in program.FROZEN for alias in names)
+        result.append(Declared(names, tie[0], tuple(shape), dtype, trainable))
     return tuple(result)
 
 
 def check_state_dict(program: Program, state: Mapping[str, Tensor]) -> None:
     """Names and shapes of all stages against a state_dict; raises RunError."""
-    every = [one for stage in program.STAGES for one in declared(program, stage)]
+    every = [one for index in range(len(program.STAGES)) for one in declared(program, index)]
     missing = sorted(one.names[0] for one in every if not any(name in state for name in one.names))
     extra = sorted(set(state) - {name for one in every for name in one.names})
     if missing or extra:
@@ -71,8 +73,12 @@ def check_batch(program: Program, batch: Mapping[str, Tensor], place: str) -> No
         if name not in batch:
             raise RunError(f"{place} has no input '{name}'; give a dict of {', '.join(program.INPUTS)}")
         if tuple(batch[name].shape) != tuple(shape) or batch[name].dtype != getattr(torch, dtype):
-            found = f"{tuple(batch[name].shape)} {str(batch[name].dtype).removeprefix('torch.')}"
-            raise RunError(f"'{name}' in {place} is {found}, the plan was made for {tuple(shape)} {dtype}; plan again for other shapes")
+            found, wanted = _form(batch[name].shape, batch[name].dtype), _form(shape, getattr(torch, dtype))
+            raise RunError(f"'{name}' in {place} is {found}, the plan was made for {wanted}; plan again for other shapes")
+
+
+def _form(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def _few(names: Sequence[str]) -> str:

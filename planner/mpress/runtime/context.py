@@ -1,10 +1,10 @@
 """What one micro-batch leaves behind on a stage between its forward and its backward.
 
-    c.save(x=x)          keep on this GPU until the backward loads it
-    c.swap_out(qkv=qkv)  start copying away; the memory is still in use
-    c.free(behind=1)     copies of cells at least one cell back are done: their memory is free.  c.free(): all copies
-    c.prefetch(ahead=1)  allocate and start copying back what the next cell and the one before it need
-    c.load("qkv")        take it out for good; waits for its copy
+c.save(x=x)          keep on this GPU until the backward loads it
+c.swap_out(qkv=qkv)  start copying away; the memory is still in use
+c.free(behind=1)     copies of cells at least one cell back are done: their memory is free.  c.free(): all copies
+c.prefetch(ahead=1)  allocate and start copying back what the next cell and the one before it need
+c.load("qkv")        take it out for good; waits for its copy
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class Context:
         place = self._places[key]
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         work = self._transport.put(raw, place.stripes, self.micro_batch % place.slots)
-        self._away.setdefault(key[0], {})[key[1]] = Away(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), place, raw, work)
+        self._away.setdefault(key[0], {})[key[1]] = Away(
+            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), place, raw, work
+        )
 
     def keep(self, key: tuple[str, str], tensor: Tensor) -> None:
         """See Cell.save."""
@@ -157,9 +159,9 @@ class Cell:
     def device(self) -> torch.device:
         return self._context.device
 
-    def absolute(self, key: str) -> str:
-        """".drop#0" in the cell "h.3" or its second part "h.3/2" is "h.3.drop#0"; other keys stay."""
-        return self._name.split("/")[0] + key if key.startswith(".") else key
+    def input(self, name: str) -> Tensor:
+        """One of the module's own inputs."""
+        return self._context.inputs[name]
 
     def save(self, **tensors: Tensor) -> None:
         """Keep tensors on this GPU until the backward loads them."""

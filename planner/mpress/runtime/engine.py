@@ -111,9 +111,7 @@ class Rank:
         message.wait()
 
     def _forward(self, k: int, step: int) -> Iterator[None]:
-        context = Context(
-            self.transport, self.schedule.stages[self.index].swapped, self.device, self._inputs[k], self.seed, step, k
-        )
+        context = Context(self.transport, self.schedule.stages[self.index].swapped, self.device, self._inputs[k], self.seed, step, k)
         self._contexts[k] = context
         if self.index > 0:
             yield from self._arrived("F", k)
@@ -157,8 +155,8 @@ class Rank:
     def _tied(self) -> Iterator[None]:
         messages = []
         for number, group in enumerate(self.schedule.tied):
-            for stage, name in group:
-                if stage == self.index:
+            for stage, name in group.copies:
+                if stage == self.index and name in self.parameters.gradients():
                     messages.append(self.wires.reduce(self.index, number, self.parameters.gradients()[name]))
         for message in messages:
             while not message.ready():
@@ -174,6 +172,7 @@ def run_together(walks: Mapping[Rank, Iterator[None]], accountant: Accountant | 
         for rank, walk in list(alive.items()):
             if accountant is not None:
                 accountant.running = rank.index
+                accountant.action = rank.at
             before = rank.at
             try:
                 next(walk)

@@ -28,8 +28,8 @@ def keep_mask(shape: torch.Size, probability: float, device: torch.device, seed:
 
 
 def dropout(c: Cell, key: str, x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """Like torch.native_dropout, with a keyed draw; a key that begins with a dot is relative to the cell."""
-    mask = keep_mask(x.shape, probability, x.device, draw_seed(c.seed, c.step, c.micro_batch, c.absolute(key)))
+    """Like torch.native_dropout, with a draw that `key` (module path and number of the draw in it) names."""
+    mask = keep_mask(x.shape, probability, x.device, draw_seed(c.seed, c.step, c.micro_batch, key))
     return torch.mul(x, mask).mul_(_scale(probability)), mask
 
 

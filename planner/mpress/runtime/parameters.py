@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
 
 
@@ -27,12 +28,18 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A tensor a stage needs.  names: the one used in the stage first, then its aliases (ties)."""
+    """A parameter a stage needs.  names: the one used in the stage first, then its aliases; canonical: the first name of a tie."""
 
     names: tuple[str, ...]
+    canonical: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+
+
+def layers(template: str, numbers: Iterable[int], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Names and shapes of equal layers: layers("h.{}.", range(2), {"w": (4,)}) holds "h.0.w" and "h.1.w"."""
+    return {template.format(number) + name: shape for number in numbers for name, shape in shapes.items()}
 
 
 class Parameters:
@@ -42,9 +49,8 @@ class Parameters:
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._optimized: list[tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer]] = []
-        self.names: tuple[tuple[str, ...], ...] = ()
-        for one in declared:
-            self.names += (one.names,)
+        self.declared = tuple(declared)
+        for one in self.declared:
             weight = torch.empty(one.shape, dtype=one.dtype, device=device)
             for name in one.names:
                 self._weights[name] = weight
@@ -57,6 +63,10 @@ class Parameters:
     def __getitem__(self, name: str) -> Tensor:
         return self._weights[name]
 
+    def key(self, draw: str) -> str:
+        """The absolute key of a random draw."""
+        return draw
+
     @property
     def grad(self) -> Gradients:
         """Gradient buffers: `p.grad[name] += value` adds in place."""
@@ -66,10 +76,10 @@ class Parameters:
         """The same with names relative to `module`; names found nowhere below it are absolute."""
         return View(self._weights, self._gradients, module + ".")
 
-    def fill(self, read: Callable[[tuple[str, ...], Tensor], None]) -> None:
-        """`read(names, weight)` writes each weight; masters follow."""
-        for names in self.names:
-            read(names, self._weights[names[0]])
+    def fill(self, read: Callable[[Declared, Tensor], None]) -> None:
+        """`read(declared, weight)` writes each weight; masters follow."""
+        for one in self.declared:
+            read(one, self._weights[one.names[0]])
         for weight, _, master, _ in self._optimized:
             if master is not weight:
                 master.copy_(weight)
@@ -125,6 +135,10 @@ class View:
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights.get(self._prefix + name)
         return self._weights[name] if weight is None else weight
+
+    def key(self, draw: str) -> str:
+        """ "drop#0" below "h.3" is "h.3.drop#0"."""
+        return self._prefix + draw
 
     @property
     def grad(self) -> Gradients:

@@ -31,8 +31,9 @@ def local_pools(schedule: ScheduleFile, devices: list[torch.device]) -> list[dic
     """All ranks in one process: pools are ordinary tensors shared by reference."""
     lent = [torch.empty(size, dtype=torch.uint8, device=device) for size, device in zip(schedule.pools, devices, strict=True)]
     result = []
-    for rank in range(len(schedule.stages)):
-        result.append({pool: host_pool(schedule, rank, devices[rank]) if pool == HOST else lent[pool] for pool in used_pools(schedule, rank)})
+    for rank, device in enumerate(devices):
+        used = used_pools(schedule, rank)
+        result.append({pool: host_pool(schedule, rank, device) if pool == HOST else lent[pool] for pool in used})
     return result
 
 
@@ -84,7 +85,7 @@ def _lend_cuda(size: int, device: torch.device) -> tuple[dict[str, Any], object]
     if size == 0:
         return {}, None
     pool = torch.empty(size, dtype=torch.uint8, device=device)
-    handle = pool.untyped_storage()._share_cuda_()
+    handle = pool.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return {"handle": handle[1:], "size": size}, pool
 
 

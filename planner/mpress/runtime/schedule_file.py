@@ -66,8 +66,16 @@ class StageFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter with copies on several stages: (stage, its name there)."""
+
+    parameter: str
+    copies: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleFile:
-    """devices: GPU index by rank; pools: bytes lent by rank; host: bytes of host memory used by rank; tied: (stage, parameter) copies per group."""
+    """devices: GPU index by rank; pools: bytes lent by rank; host: bytes of host memory used by rank."""
 
     fingerprint: str
     micro_batches: int
@@ -76,7 +84,7 @@ class ScheduleFile:
     devices: tuple[int, ...]
     pools: tuple[int, ...]
     host: tuple[int, ...]
-    tied: tuple[tuple[tuple[int, str], ...], ...]
+    tied: tuple[Tied, ...]
 
 
 _STEP = re.compile(r"^(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|TIED|STEP|F|B)(\d*)$")
@@ -122,7 +130,10 @@ def _parse(document: dict[str, Any]) -> ScheduleFile:
     for device, size in document["pools"]["devices"].items():
         pools[rank_of[int(device)]] = int(size)
     host = [int(document["pools"]["host"].get(str(device), 0)) for device in pipeline["devices"]]
-    tied = tuple(tuple((int(copy["stage"]), str(copy["parameter"])) for copy in group["copies"]) for group in pipeline["tied"])
+    tied = tuple(
+        Tied(str(group["parameter"]), tuple((int(copy["stage"]), str(copy["parameter"])) for copy in group["copies"]))
+        for group in pipeline["tied"]
+    )
     return ScheduleFile(
         fingerprint=document["model"]["graph_sha256"],
         micro_batches=int(pipeline["micro_batches"]),

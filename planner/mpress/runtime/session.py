@@ -13,7 +13,7 @@ from torch import Tensor
 from mpress.runtime.account import Accountant
 from mpress.runtime.checks import Program, check_batch, declared
 from mpress.runtime.engine import Rank, run_together
-from mpress.runtime.parameters import Knobs, Parameters
+from mpress.runtime.parameters import Declared, Knobs, Parameters
 from mpress.runtime.pools import local_pools, shared_pools
 from mpress.runtime.schedule_file import RunError, ScheduleFile
 from mpress.runtime.synthetic import example_batch, random_weight
@@ -91,6 +91,8 @@ def _run(
             if accountant is not None:
                 accountant.running = index
                 accountant.lend(index, schedule.pools[index])
+                for pool in pools[index].values():
+                    accountant.ignore(pool)
             transport = Transport(pools[index], devices[index])
             stack.callback(transport.close)
             parameters = _parameters(program, schedule, settings, index, devices[index], accountant)
@@ -114,13 +116,13 @@ def _parameters(
     program: Program, schedule: ScheduleFile, settings: Settings, index: int, device: torch.device, accountant: Accountant | None
 ) -> Parameters:
     knobs = replace(settings.knobs, name=schedule.optimizer)
-    parameters = Parameters(declared(program, program.STAGES[index]), device, knobs)
+    parameters = Parameters(declared(program, index), device, knobs)
 
-    def read(names: tuple[str, ...], weight: Tensor) -> None:
+    def read(one: Declared, weight: Tensor) -> None:
         if settings.state_dict is None:
-            random_weight(names, weight, settings.seed)
+            random_weight(one.canonical, weight, settings.seed)
         else:
-            weight.copy_(settings.state_dict[next(name for name in names if name in settings.state_dict)])
+            weight.copy_(settings.state_dict[next(name for name in one.names if name in settings.state_dict)])
 
     with ExitStack() as stack:
         if accountant is not None:
@@ -167,14 +169,13 @@ def _step(
 def _inputs(program: Program, settings: Settings, rank: Rank, step: int, k: int) -> dict[str, Tensor]:
     """What one stage reads of one micro-batch, in memory of its own."""
     if settings.data is None:
-        batch: Mapping[str, Tensor] = example_batch(
-            {name: program.INPUTS[name] for name in rank.stage.INPUTS}, settings.seed, step, k
-        )
+        batch: Mapping[str, Tensor] = example_batch({name: program.INPUTS[name] for name in rank.stage.INPUTS}, settings.seed, step, k)
     else:
         try:
             batch = settings.data[step][k]
         except IndexError:
-            raise RunError(f"--data has no micro-batch {k} of step {step}; give {settings.steps} steps of {rank.schedule.micro_batches}") from None
+            wanted = f"{settings.steps} steps of {rank.schedule.micro_batches}"
+            raise RunError(f"--data has no micro-batch {k} of step {step}; give {wanted}") from None
         check_batch(program, batch, f"micro-batch {k} of step {step}")
-    return {name: batch[name].to(rank.device, copy=True) if settings.data is not None or rank.device.type != "cpu" else batch[name]
-            for name in rank.stage.INPUTS}  # fmt: skip
+        batch = {name: tensor.clone() for name, tensor in batch.items() if name in rank.stage.INPUTS}  # not the mapped file
+    return {name: batch[name].to(rank.device) for name in rank.stage.INPUTS}

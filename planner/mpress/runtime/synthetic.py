@@ -12,13 +12,16 @@ from mpress.runtime.ops import draw_seed
 InputRanges = Mapping[str, tuple[tuple[int, ...], str, int, int]]
 
 
-def random_weight(names: tuple[str, ...], weight: Tensor, seed: int) -> None:
-    """Fill a weight in place: matrices normal with deviation 0.02, vectors named weight 1, other vectors 0.  Copies of a tie are equal."""
+def random_weight(name: str, weight: Tensor, seed: int) -> None:
+    """Fill a weight in place: matrices normal with deviation 0.02, vectors named weight 1, other vectors 0.
+
+    `name`: the canonical one, so that copies of a tie are equal.
+    """
     if weight.dim() > 1:
-        generator = torch.Generator().manual_seed(draw_seed(seed, 0, 0, f"weight/{min(names)}"))
+        generator = torch.Generator().manual_seed(draw_seed(seed, 0, 0, f"weight/{name}"))
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
     else:
-        weight.fill_(1.0 if min(names).endswith("weight") else 0.0)
+        weight.fill_(1.0 if name.endswith("weight") else 0.0)
 
 
 def example_batch(inputs: InputRanges, seed: int, step: int, micro_batch: int) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ class Transport:
         for pool, target, source in jobs:
             stream = self._streams.get((pool, direction))
             if stream is None:
-                stream = self._streams[(pool, direction)] = torch.cuda.Stream()
+                stream = self._streams[(pool, direction)] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_event(now)  # the bytes are written, or the buffer is free, from here on
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
@@ -155,4 +155,4 @@ class _Streams:
             torch.cuda.current_stream().wait_event(event)
 
     def done(self) -> bool:
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpress.runtime.schedule_file import Boundary
+from mpress.runtime.schedule_file import Boundary, Tied
 
 
 class Message(Protocol):
@@ -106,7 +106,7 @@ class _Sum:
 class Local:
     """All stages in one process."""
 
-    def __init__(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
+    def __init__(self, tied: Sequence[Tied]) -> None:
         self._letters: dict[tuple[int, str, int], _Letter] = {}
         self._sums: dict[int, _Sum] = {}
         self._tied = tied
@@ -129,7 +129,7 @@ class Local:
         return letter.match()
 
     def reduce(self, stage: int, group: int, gradient: Tensor) -> Message:
-        total = self._sums.setdefault(group, _Sum(len(self._tied[group])))
+        total = self._sums.setdefault(group, _Sum(len(self._tied[group].copies)))
         total.add(gradient)
         if total.arrived:
             del self._sums[group]
@@ -152,9 +152,9 @@ class _Works:
 class Remote:
     """One stage a process.  Build it on every rank in the same order: it makes process groups."""
 
-    def __init__(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
+    def __init__(self, tied: Sequence[Tied]) -> None:
         self._groups = {"F": dist.new_group(), "B": dist.new_group()}
-        self._tied = [dist.new_group(sorted({stage for stage, _ in group})) for group in tied]
+        self._tied = [dist.new_group(sorted({stage for stage, _ in group.copies})) for group in tied]
         self._tags = dist.get_backend() == "gloo"
 
     def send(self, stage: int, word: str, micro_batch: int, tensors: Sequence[Tensor]) -> Message:
