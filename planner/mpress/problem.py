@@ -15,7 +15,7 @@ from mpress.plan import ScheduleKind, in_flight
 from mpress.schedule import Word, compute_order
 from mpress.workload import CellCost, Workload
 
-DEFAULT_WORK = 60_000.0  # branch-and-bound nodes of all solves of one problem together
+DEFAULT_WORK = 12_000.0  # branch-and-bound nodes of all solves of one problem together
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mpress.plan import ScheduleKind
 from mpress.problem import Composition, Problem, cut_classes, mode_order, totals
 from mpress.schedule import Word
 from mpress.solve.backend import Linear, Model, total
@@ -21,7 +22,8 @@ class Variant:
 
     free: only the partition - no actions, no memory - which bounds every plan from below.  reserve: bytes held back per stage.
     slack: let every capacity be exceeded, and minimise the bytes missing.  ends: a fixed partition.  thrift: minimise bytes moved, then
-    recomputation, at a step of at most `limit` seconds.
+    recomputation, at a step of at most `limit` seconds.  careful: copies of different stages over one uplink or into one GPU are taken to
+    meet in every forward and backward; no relaxation any more, but such plans replay well.
     """
 
     free: bool = False
@@ -30,6 +32,7 @@ class Variant:
     ends: tuple[int, ...] = ()
     thrift: bool = False
     limit: float = 0.0
+    careful: bool = False
     excluded: tuple[Composition, ...] = ()
 
 
@@ -219,14 +222,13 @@ def durations(code: Encoding, values: tuple[float, ...]) -> Durations:
 def _pools(code: Encoding) -> None:
     """Swapped bytes go somewhere; copies of a forward drain within it, copies of a backward arrive within it; links have bandwidth."""
     problem, model = code.problem, code.model
-    machine, stages, m = problem.machine, problem.stages, float(problem.micro_batches)
+    machine, stages = problem.machine, problem.stages
     types = problem.workload.types
     swapped = {(t, k): mode.swapped_bytes * code.byte for t, cost in enumerate(types) for k, mode in enumerate(cost.modes)}
     rate = code.byte / code.second  # memory units per time unit, for one byte per second
     swaps = [cost for cost in types if any(mode.swapped_bytes for mode in cost.modes)]
     shortest = min((cost.forward_seconds for cost in swaps), default=0.0), min((cost.backward_seconds for cost in swaps), default=0.0)
-    largest = [sum(max((swapped[t, k] for k in row), default=0.0) * n for t, (row, n) in enumerate(zip(z, totals(problem.workload), strict=True)))
-               for z in code.mode]  # fmt: skip
+    most = sum(n * max(swapped[t, k] for k in code.mode[0][t]) for t, n in enumerate(totals(problem.workload)))
     for s in range(stages):
         peers = [r for r in range(stages) if r != s and machine.links[s][r] > 0 and machine.links[r][s] > 0]
         code.device.append({r: model.variable(f"d2d[{s},{r}]") for r in peers})
@@ -237,7 +239,7 @@ def _pools(code: Encoding) -> None:
             continue
         # the first swapped cell computes before (forward) or after (backward) all copies of the stage
         active = model.variable(f"swaps[{s}]", upper=1.0, integer=True)
-        model.at_most(f"swaps if any[{s}]", code.quantity(s, swapped).term(active, -largest[s]))
+        model.at_most(f"swaps if any[{s}]", code.quantity(s, swapped).term(active, -most))
         for word, duration, beside in ((Word.F, code.forward[s], shortest[0]), (Word.B, code.backward[s], shortest[1])):
             floor = Linear({duration: 1.0}).term(active, -beside * code.second)
             for r, variable in code.device[s].items():
@@ -251,15 +253,42 @@ def _pools(code: Encoding) -> None:
             else:
                 model.equal(f"no host[{s}]", Linear({code.host[s]: 1.0}))
     for r in range(stages):
-        inward = Linear({code.device[s][r]: -m / (machine.port * rate) for s in range(stages) if r in code.device[s]})
-        if inward.terms:
-            model.at_least(f"port of donor[{r}]", inward.term(code.step, 1.0))
+        sources = {s: code.device[s][r] for s in range(stages) if r in code.device[s]}
+        _shared(code, f"port of donor[{r}]", sources, list(sources), machine.port * rate)
     for group, (members, bandwidth) in enumerate(machine.uplinks):
-        shared = Linear({code.host[s]: -m / (bandwidth * rate) for s in members if s < stages})
-        if shared.terms:
-            model.at_least(f"uplink[{group}]", shared.term(code.step, 1.0))
+        inside = [s for s in members if s < stages]
+        _shared(code, f"uplink[{group}]", {s: code.host[s] for s in inside}, inside, bandwidth * rate)
     slots = Linear({code.host[s]: float(problem.in_flight(s)) for s in range(stages)})
     model.at_most("host memory", slots, machine.host_memory * code.byte)
+
+
+def _shared(code: Encoding, name: str, copies: dict[int, int], stages: list[int], bandwidth: float) -> None:
+    """Copies of several stages over one resource take turns.
+
+    The way out begins with the first forward of the first of these stages and ends with the last forward of the last of them; the rest
+    of the pipeline runs once before and after, and all backwards of the last micro-batch follow.  The way back is the mirror image.
+    GPipe ends all forwards of a stage before any backward, so there the two ways follow each other.
+    """
+    if not copies:
+        return
+    problem, m = code.problem, float(code.problem.micro_batches)
+    rest = [r for r in range(problem.stages) if r < min(stages) or r > max(stages)]
+    everyone = list(range(problem.stages))
+    rows = [("out", 1.0, rest, everyone), ("back", 1.0, everyone, rest)]
+    if problem.schedule is ScheduleKind.GPIPE:
+        rows.append(("out and back", 2.0, rest, rest))
+    for way, turns, forwards, backwards in rows:
+        row = Linear({variable: -turns * m / bandwidth for variable in copies.values()}).term(code.step, 1.0)
+        for r in forwards:
+            row.term(code.forward[r], -1.0)
+        for r in backwards:
+            row.term(code.backward[r], -1.0)
+        code.model.at_least(f"{name} {way}", row)
+    if code.variant.careful and len(copies) > 1:
+        together = Linear({variable: -1.0 / bandwidth for variable in copies.values()})
+        for s in stages:
+            code.model.at_least(f"{name} F[{s}]", together.copy().term(code.forward[s], 1.0))
+            code.model.at_least(f"{name} B[{s}]", together.copy().term(code.backward[s], 1.0))
 
 
 def _exclude(code: Encoding, number: int, composition: Composition) -> None:

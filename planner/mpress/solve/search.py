@@ -25,7 +25,8 @@ _LP_ROUNDS = 30
 _REPAIRS = 5
 _THRIFT_GAP = 0.03
 _THRIFT_NODES = 300
-_IDLE_ROUNDS = 6  # rounds without a better plan, bound or path after which a large problem is left as it is
+_ROUNDS = 6  # of a large problem; a small one goes on until it is closed
+_WORTH = 0.02  # a round that closes less than this share of the wanted gap is the last
 FEW_CELLS = 12
 
 
@@ -128,30 +129,34 @@ class _Search:
         """Everything at once."""
         few = len(self.problem.workload.cells) <= FEW_CELLS
         self._relax(self._variant())
-        idle = 0
-        while not self.done and self.left > 0 and idle < _IDLE_ROUNDS:
+        rounds = 0
+        while not self.done and self.left > 0 and (few or rounds < _ROUNDS):
             variant = self._variant()
             code = encode(self.problem, variant, tuple(self.paths))
-            result = self._solve(code, self.problem.gap / 3)
+            result = self._solve(code, self.problem.gap / (10 if self.gap < 3 * self.problem.gap else 3))
+            rounds += 1
             if result.status is Status.INFEASIBLE:
                 if self.best is None:
                     raise infeasible(self.problem)
                 self._raise_bound(variant.limit)
                 return
-            before = self.best.seconds if self.best else INFINITY, self.bound
             self._raise_bound(min(result.bound / code.second, variant.limit or INFINITY))
             if not result.values:
                 return
             grown = self._learn(code, result)
             composition = _composition(code, result.values)
-            verdict = judge(self.problem, composition)
-            self._offer(verdict)
-            if not few and not self.done:
-                self._settle(composition, result.objective / code.second)
+            self._offer(judge(self.problem, composition))
             if few or not grown:
                 self.excluded.append(composition)
-            after = self.best.seconds if self.best else INFINITY, self.bound
-            idle = 0 if few or grown or after != before else idle + 1
+            if few:
+                continue
+            before = self.gap
+            if not self.done:
+                self._settle(composition, result.objective / code.second, rounds)
+            if not self.done:
+                self._careful(rounds)
+            if self.gap > before - _WORTH * self.problem.gap:
+                return
 
     def _variant(self) -> Variant:
         """Only plans better than the best by more than the gap are of interest; if there is none, that is the bound."""
@@ -178,22 +183,34 @@ class _Search:
         self.paths.append(path)
         return True
 
-    def _settle(self, composition: Composition, seconds: float) -> None:
+    def _careful(self, rounds: int) -> None:
+        """Where shared links are busy, the fastest plan that takes them as always busy; its partition may differ."""
+        code = encode(self.problem, Variant(careful=True), tuple(self.paths))
+        result = self._solve(code, self.problem.gap / 3)
+        if result.values:
+            self._learn(code, result)
+            self._settle(_composition(code, result.values), result.objective / code.second, rounds)
+
+    def _settle(self, composition: Composition, seconds: float, rounds: int) -> None:
         """From the problem's answer to a plan that replays well: in its partition, at nearly its step time, move the fewest bytes (busy
         links are what the problem sees least of); then hold back on each stage what the replay finds missing, until it fits.
         """
         ends = composition.cuts()
-        limit = max(seconds, self.bound) * (1.0 + self.problem.gap / 2)
+        limit = max(seconds, self.bound) * (1.0 + self.problem.gap / (2 * rounds))
         reserve = (0,) * self.problem.stages
         for _ in range(_REPAIRS):
-            variant = Variant(thrift=True, ends=ends, limit=limit, reserve=reserve)
-            code = encode(self.problem, variant, tuple(self.paths))
-            result = self._solve(code, _THRIFT_GAP, _THRIFT_NODES)
-            if not result.values:
-                code = encode(self.problem, Variant(ends=ends, reserve=reserve), tuple(self.paths))
-                result = self._solve(code, self.problem.gap / 4, _THRIFT_NODES)
-            if not result.values:
+            for variant in (
+                Variant(thrift=True, ends=ends, limit=limit, reserve=reserve, careful=True),
+                Variant(ends=ends, reserve=reserve, careful=True),
+                Variant(ends=ends, reserve=reserve),
+            ):
+                code = encode(self.problem, variant, tuple(self.paths))
+                result = self._solve(code, _THRIFT_GAP if variant.thrift else self.problem.gap / 4, _THRIFT_NODES)
+                if result.values:
+                    break
+            else:
                 return
+            self._learn(code, result)
             verdict = judge(self.problem, _composition(code, result.values))
             self._offer(verdict)
             if verdict.fits:
