@@ -22,7 +22,6 @@ from mpress.simulate import Replay, simulate
 from mpress.trace.record import trace
 from mpress.units import Bytes
 from mpress.workload import CellCost, Workload
-
 from tiny_models import GPT, gpt_args
 
 SIZES: dict[str, object] = {"layers": 6, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 128, "dropout": 0.1, "tied": True}

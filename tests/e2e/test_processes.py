@@ -14,7 +14,7 @@ from torch import Tensor
 from forked import run_forked
 from mpress.runtime import session
 from mpress.runtime.parameters import Knobs
-from mpress.runtime.pools import SHARED_MEMORY
+from mpress.runtime.pools import SHARED_MEMORY, shared_pools
 from mpress.runtime.schedule_file import ScheduleFile
 from mpress.runtime.session import Outcome, Settings, run_remote, run_virtual
 from tiny_plans import emit
@@ -29,7 +29,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize(("kind", "stages"), [("recompute", 4), ("host", 4), ("d2d", 4), ("all", 8)])
-def test_processes_equal_one_process(tmp_path: Path, kind: str, stages: int) -> None:
+def test_processes_equal_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stages: int) -> None:
     emitted = emit(tmp_path, kind, stages, MICRO_BATCHES)
     weights = dict(user_model().state_dict())
     wanted = Settings(STEPS, SEED, Knobs(""), weights, batches(STEPS, MICRO_BATCHES), account=True, keep_gradients=True)
@@ -39,11 +39,11 @@ def test_processes_equal_one_process(tmp_path: Path, kind: str, stages: int) -> 
         lent: list[object] = []
 
         def remembering(schedule: ScheduleFile, rank: int, device: torch.device) -> tuple[dict[int, Tensor], object]:
-            pools, keep = original(schedule, rank, device)
+            mapped, keep = shared_pools(schedule, rank, device)
             lent.append(keep)
-            return pools, keep
+            return mapped, keep
 
-        original, session.shared_pools = session.shared_pools, remembering
+        monkeypatch.setattr(session, "shared_pools", remembering)
         outcome = run_remote(emitted.program, emitted.schedule, wanted, rank, torch.device("cpu"))
         outcome.weights = {}
         pool = lent[0]
