@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, islice, product
 
 from mpress.plan import HOST, Plan, Share
 from mpress.problem import Composition, Problem
@@ -11,7 +11,8 @@ from mpress.simulate import Replay, simulate
 from mpress.solve.decode import Lags, Shares, stage_modes, stripe, swapped_bytes, to_plan
 from mpress.units import Bytes
 
-FEW_CELLS = 8  # chains up to this length get every uniform pair of lags and every single-pool share tried
+FEW_CELLS = 8  # chains up to this length get every uniform pair of lags and every simple split tried
+MOST_SPLITS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,15 @@ def judge(problem: Problem, composition: Composition) -> Verdict:
     options = [stripe(problem, composition, room)]
     few = len(problem.workload.cells) <= FEW_CELLS
     if few:
-        options += _single_pools(problem, swapped)
+        options += _simple_splits(problem, swapped)
     for shares in options:
         if shares is None:
             continue
         found = _with_lags(problem, composition, modes, shares)
         if few:
-            for lags in product(range(1, max(map(len, modes)) + 1), repeat=2):
-                found = _better(found, _try(problem, composition, to_plan(problem, modes, shares, (lags,) * problem.stages)))
+            for pair in product(range(1, max(map(len, modes)) + 1), repeat=2):
+                same: Lags = (pair,) * problem.stages
+                found = _better(found, _try(problem, composition, to_plan(problem, modes, shares, same)))
         best = _better(best, found)
     if best is None:  # the pools are too small for what is swapped; the stage that swaps most cannot place it
         worst = max(range(problem.stages), key=lambda s: swapped[s])
@@ -74,8 +76,8 @@ def _try(problem: Problem, composition: Composition, plan: Plan) -> Verdict:
     return Verdict(composition, plan, replay, excess)
 
 
-def _single_pools(problem: Problem, swapped: tuple[int, ...]) -> list[Shares | None]:
-    """Every way to give each swapping stage one pool of its own."""
+def _simple_splits(problem: Problem, swapped: tuple[int, ...]) -> list[Shares | None]:
+    """Every way to give each swapping stage one pool, or two in quarters."""
     machine = problem.machine
     choices: list[list[tuple[Share, ...]]] = []
     for s, size in enumerate(swapped):
@@ -84,9 +86,13 @@ def _single_pools(problem: Problem, swapped: tuple[int, ...]) -> list[Shares | N
             continue
         pools = [HOST] if machine.host_bandwidth[s] > 0 else []
         pools += [r for r in range(problem.stages) if r != s and machine.links[s][r] > 0 and machine.links[r][s] > 0]
-        choices.append([(Share(pool, Bytes(size)),) for pool in pools])
+        row = [(Share(pool, Bytes(size)),) for pool in pools]
+        for one, other in combinations(pools, 2):
+            parts = [size * quarter // 4 for quarter in (1, 2, 3)]
+            row += [(Share(one, Bytes(part)), Share(other, Bytes(size - part))) for part in parts if 0 < part < size]
+        choices.append(row)
     found: list[Shares | None] = []
-    for shares in product(*choices):
+    for shares in islice(product(*choices), MOST_SPLITS):
         hosted = sum(share.bytes * problem.in_flight(s) for s, row in enumerate(shares) for share in row if share.pool == HOST)
         if hosted <= machine.host_memory:
             found.append(tuple(shares))

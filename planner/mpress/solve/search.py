@@ -13,6 +13,7 @@ from mpress.plan import Plan
 from mpress.problem import Composition, Problem, check
 from mpress.simulate import Replay
 from mpress.solve.backend import INFINITY, SOLVER, Result, Status, solve
+from mpress.solve.decode import swapped_bytes
 from mpress.solve.encode import Encoding, Variant, durations, encode
 from mpress.solve.explain import infeasible
 from mpress.solve.greedy import greedy, plain
@@ -79,6 +80,7 @@ class _Search:
         self.left = problem.work
         self.iterations = 0
         self.excluded: list[Composition] = []
+        self.ceiling = INFINITY  # no bound can be proven above this
 
     @property
     def gap(self) -> float:
@@ -147,7 +149,7 @@ class _Search:
             composition = _composition(code, result.values)
             self._offer(judge(self.problem, composition))
             if few or not grown:
-                self.excluded.append(composition)
+                self._exclude(composition, result.bound / code.second)
             if few:
                 continue
             before = self.gap
@@ -157,6 +159,14 @@ class _Search:
                 self._careful(rounds)
             if self.gap > before - _WORTH * self.problem.gap:
                 return
+
+    def _exclude(self, composition: Composition, bound: float) -> None:
+        """Never propose a judged composition again.  Without swaps the replay's time is all there is to know; with swaps other stripes and
+        lags could still be faster than the ones tried, so its relaxation stays a ceiling of the bound.
+        """
+        self.excluded.append(composition)
+        if any(swapped_bytes(self.problem, composition)):
+            self.ceiling = min(self.ceiling, bound)
 
     def _variant(self) -> Variant:
         """Only plans better than the best by more than the gap are of interest; if there is none, that is the bound."""
@@ -255,7 +265,7 @@ class _Search:
 
     def _raise_bound(self, seconds: float) -> None:
         if -INFINITY < seconds < INFINITY:
-            self.bound = max(self.bound, seconds)
+            self.bound = max(self.bound, min(seconds, self.ceiling))
 
 
 def _effort(verdict: Verdict) -> tuple[int, int]:
