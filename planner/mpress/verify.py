@@ -5,6 +5,10 @@ A plan that cannot be explained by these rules is our bug, so the refusal is a B
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import networkx as nx
+
 from mpress.errors import BrokenPlanError
 from mpress.holdings import host_bytes
 from mpress.machine import Machine
@@ -21,6 +25,7 @@ def verify(workload: Workload, machine: Machine, plan: Plan) -> Replay:
     for index, stage in enumerate(plan.stages):
         _stage(workload, machine, plan, index, stage)
     _order(plan)
+    _no_deadlock(plan)
     replay = simulate(workload, machine, plan)
     for index, (stage, seen) in enumerate(zip(plan.stages, replay.stages, strict=True)):
         usable = machine.usable_bytes(stage.device)
@@ -105,6 +110,29 @@ def _order(plan: Plan) -> None:
                 raise BrokenPlanError("order", f"{len(live)} micro-batches in flight after {action}, planned {limit}", f"stage {s}")
         if live or len(done) != plan.micro_batches:
             raise BrokenPlanError("order", f"{len(done)} of {plan.micro_batches} micro-batches finish", f"stage {s}")
+
+
+def _no_deadlock(plan: Plan) -> None:
+    """What must happen before what, over all stages, has no cycle: a proof apart from the replay that the steps can finish.
+
+    A step waits for the one before it on its stage; F and B for the neighbour's SEND and their own RECV; a SEND for the RECV of the
+    message before it on that edge, whose buffer it replaces.
+    """
+    count = len(plan.stages)
+    before: nx.DiGraph[str] = nx.DiGraph()
+    for s in range(count):
+        steps = [str(action) for action in actions(plan.schedule, count, s, plan.micro_batches, tied=False)]
+        before.add_edges_from(pairwise(steps))
+    for s in range(count - 1):
+        for k in range(plan.micro_batches):
+            for word, sender, receiver in (("F", s, s + 1), ("B", s + 1, s)):
+                before.add_edge(f"{sender}SEND_{word}{k}", f"{receiver}{word}{k}")
+                before.add_edge(f"{receiver}RECV_{word}{k}", f"{receiver}{word}{k}")
+                if k + 1 < plan.micro_batches:
+                    before.add_edge(f"{receiver}RECV_{word}{k}", f"{sender}SEND_{word}{k + 1}")
+    if not nx.is_directed_acyclic_graph(before):
+        cycle = " -> ".join(edge[0] for edge in nx.find_cycle(before))
+        raise BrokenPlanError("deadlock", f"these steps wait for each other: {cycle}")
 
 
 def _round_trip(action: Action) -> None:

@@ -7,6 +7,7 @@ import pytest
 from mpress.errors import BrokenPlanError
 from mpress.machine import Device, Machine
 from mpress.plan import HOST, Plan, ScheduleKind, Share, StagePlan
+from mpress.schedule import Action, parse_action
 from mpress.simulate import simulate
 from mpress.units import Bytes, BytesPerSecond, Seconds
 from mpress.verify import verify
@@ -114,3 +115,26 @@ def test_over_capacity_says_how_much_is_missing() -> None:
     verify(chain(4), machine(2, need), plan)
     with pytest.raises(BrokenPlanError, match="1 bytes missing"):
         verify(chain(4), machine(2, need - 1), plan)
+
+
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 1), (3, 2), (4, 9)])
+def test_no_schedule_of_ours_waits_for_itself(kind: ScheduleKind, stages: int, micro_batches: int) -> None:
+    verify(chain(stages), machine(stages), Plan(kind, micro_batches, tuple(stage(s, s, s + 1) for s in range(stages))))
+
+
+def test_a_cycle_of_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 that wants the second micro-batch first and stage 0 that sends it only after the gradient of the first."""
+
+    def crossed(kind: ScheduleKind, stages: int, s: int, micro_batches: int, tied: bool) -> tuple[Action, ...]:
+        words = (
+            "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
+            "1RECV_F1 1F1 1RECV_F0 1F0 1B1 1SEND_B1 1B0 1SEND_B0",
+        )
+        return tuple(parse_action(word) for word in words[s].split())
+
+    monkeypatch.setattr("mpress.verify.actions", crossed)
+    plan = Plan(ScheduleKind.GPIPE, 2, (stage(0, 0, 1), stage(1, 1, 2)))
+    with pytest.raises(BrokenPlanError, match="wait for each other") as refusal:
+        verify(chain(2), machine(2), plan)
+    assert refusal.value.code == "deadlock"
