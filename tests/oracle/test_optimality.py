@@ -8,10 +8,9 @@ with copies that take no time is not faster than the best plan so far, or does n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, combinations_with_replacement, product
+from itertools import combinations, combinations_with_replacement, pairwise, product
 
 import pytest
-from random_problems import random_problem
 
 from mpress.errors import InfeasibleError
 from mpress.holdings import host_bytes
@@ -21,6 +20,7 @@ from mpress.simulate import simulate
 from mpress.solve.search import plan
 from mpress.units import Bytes
 from mpress.verify import verify
+from random_problems import random_problem
 
 INSTANCES = 240
 BATCHES = 24
@@ -50,7 +50,7 @@ def _compositions(problem: Problem) -> Iterator[tuple[Modes, ...]]:
     count = len(problem.workload.cells)
     for cuts in combinations(range(1, count), problem.stages - 1):
         bounds = (0, *cuts, count)
-        yield from product(*(tuple(_stage_modes(problem, a, b)) for a, b in zip(bounds, bounds[1:], strict=False)))
+        yield from product(*(tuple(_stage_modes(problem, a, b)) for a, b in pairwise(bounds)))
 
 
 def _plan(problem: Problem, modes: tuple[Modes, ...], shares: tuple[Shares, ...], lags: tuple[tuple[int, int], ...]) -> Plan:
@@ -81,14 +81,16 @@ def _shares(problem: Problem, s: int, size: int) -> list[Shares]:
 
 
 def _lags(modes: tuple[Modes, ...], swapped: list[int]) -> list[tuple[tuple[int, int], ...]]:
-    each = [list(product(range(1, len(row) + 1), repeat=2)) if size else [(1, 1)] for row, size in zip(modes, swapped, strict=True)]
+    def pairs(n: int) -> list[tuple[int, int]]:
+        return [(drain, lead) for drain in range(1, n + 1) for lead in range(1, n + 1)]
+
+    each = [pairs(len(row)) if size else [(1, 1)] for row, size in zip(modes, swapped, strict=True)]
     total = 1
     for options in each:
         total *= len(options)
     if total <= MOST_LAGS:
         return list(product(*each))
-    longest = max(map(len, modes))
-    return [(pair,) * len(modes) for pair in product(range(1, longest + 1), repeat=2)]
+    return [(pair,) * len(modes) for pair in pairs(max(map(len, modes)))]
 
 
 def _fits(problem: Problem, candidate: Plan) -> tuple[bool, float]:

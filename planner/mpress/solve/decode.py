@@ -11,6 +11,7 @@ from mpress.units import Bytes
 
 Shares = tuple[tuple[Share, ...], ...]
 Lags = tuple[tuple[int, int], ...]
+_CRUMB = 0.05  # stripes below this share of a stage's swapped bytes join the largest, where there is room
 
 
 def stage_modes(problem: Problem, composition: Composition) -> tuple[tuple[int, ...], ...]:
@@ -115,14 +116,29 @@ def stripe(problem: Problem, composition: Composition, room: tuple[int, ...]) ->
     result = solve(model, 0.0, 1, relax=True)
     if result.status is not Status.OPTIMAL:
         return None
-    return tuple(_whole(swapped[s], {pool: result.values[v] / scale for pool, v in columns[s].items()}) for s in range(stages))
+    wanted = [{pool: result.values[v] / scale for pool, v in row.items()} for row in columns]
+    for crumb in (_CRUMB, 1e-3):
+        shares = tuple(_whole(size, parts, crumb) for size, parts in zip(swapped, wanted, strict=True))
+        if crumb < _CRUMB or _has_room(problem, shares, room):
+            return shares
+    return None
 
 
-def _whole(size: int, parts: dict[int, float]) -> tuple[Share, ...]:
-    """Whole bytes that sum to `size`; crumbs below a thousandth go with the largest share."""
+def _has_room(problem: Problem, shares: Shares, room: tuple[int, ...]) -> bool:
+    held = dict.fromkeys((HOST, *range(problem.stages)), 0)
+    for s, row in enumerate(shares):
+        for share in row:
+            held[share.pool] += int(share.bytes) * problem.in_flight(s)
+    return held[HOST] <= problem.machine.host_memory and all(held[r] <= max(room[r], 0) for r in range(problem.stages))
+
+
+def _whole(size: int, parts: dict[int, float], crumb: float) -> tuple[Share, ...]:
+    """Whole bytes that sum to `size`; what is less than `crumb` of it goes with the largest share."""
     if size == 0:
         return ()
-    taken = {pool: int(value) for pool, value in parts.items() if value >= 1e-3 * size and int(value) > 0}
+    taken = {pool: int(value) for pool, value in parts.items() if value >= crumb * size and int(value) > 0}
+    if not taken:
+        taken = {max(parts, key=lambda pool: (parts[pool], -pool)): size}
     largest = max(taken, key=lambda pool: (taken[pool], -pool))
     taken[largest] += size - sum(taken.values())
     return tuple(Share(pool, Bytes(taken[pool])) for pool in sorted(taken))

@@ -278,14 +278,14 @@ def _shared(code: Encoding, name: str, copies: dict[int, int], stages: list[int]
     if problem.schedule is ScheduleKind.GPIPE:
         rows.append(("out and back", 2.0, rest, rest))
     for way, turns, forwards, backwards in rows:
-        row = Linear({variable: -turns * m / bandwidth for variable in copies.values()}).term(code.step, 1.0)
+        row = Linear(dict.fromkeys(copies.values(), -turns * m / bandwidth)).term(code.step, 1.0)
         for r in forwards:
             row.term(code.forward[r], -1.0)
         for r in backwards:
             row.term(code.backward[r], -1.0)
         code.model.at_least(f"{name} {way}", row)
     if code.variant.careful and len(copies) > 1:
-        together = Linear({variable: -1.0 / bandwidth for variable in copies.values()})
+        together = Linear(dict.fromkeys(copies.values(), -1.0 / bandwidth))
         for s in stages:
             code.model.at_least(f"{name} F[{s}]", together.copy().term(code.forward[s], 1.0))
             code.model.at_least(f"{name} B[{s}]", together.copy().term(code.backward[s], 1.0))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpress.errors import InfeasibleError
+from mpress.machine import Machine
 from mpress.plan import Plan, ScheduleKind
-from mpress.problem import Problem
+from mpress.problem import Problem, check
 from mpress.simulate import Replay
 from mpress.solve.backend import Status, solve
 from mpress.solve.encode import Variant, encode
 from mpress.solve.greedy import plain
 from mpress.solve.judge import judge
-from mpress.units import gib
+from mpress.units import Bytes, BytesPerSecond, gib
 
 _NODES = 2_000
 _ADAM_STATE = 8  # bytes per parameter of Adam's two fp32 moments
@@ -20,6 +21,7 @@ _ADAM_STATE = 8  # bytes per parameter of Adam's two fp32 moments
 
 def unplanned(problem: Problem) -> tuple[Plan, Replay]:
     """What plain pipelining would do: stages of equal time, everything kept.  May exceed memory."""
+    check(problem)
     verdict = judge(problem, plain(problem))
     return verdict.plan, verdict.replay
 
@@ -74,9 +76,30 @@ def _hint(problem: Problem, short: int | None) -> str:
     if short:
         need = max((int(machine.usable_bytes(s)) + short) / max(1.0 - machine.reserve, 1e-9) for s in range(problem.stages))
         cures.append(f"GPUs with at least {gib(int(need))} each")
-    if len(work.cells) > problem.stages:
-        cures.append("more GPUs (--gpus)")
+    if len(work.cells) >= 2 * problem.stages and _helps(replace(problem, machine=_twice(machine))):
+        cures.append(f"twice as many GPUs of this kind (--gpus {2 * problem.stages})")
     return "what would help: " + ", or ".join(cures) if cures else "use GPUs with more memory"
+
+
+def _twice(machine: Machine) -> Machine:
+    """Two of the server in one: every GPU has a twin with its links, and a link to its twin as fast as its fastest."""
+    n = len(machine.devices)
+    links = tuple(
+        tuple(
+            machine.links[a % n][b % n] if a % n != b % n else BytesPerSecond(0.0 if a == b else max(machine.links[a % n]))
+            for b in range(2 * n)
+        )
+        for a in range(2 * n)
+    )
+    uplinks = tuple((tuple(s + k for s in group), rate) for k in (0, n) for group, rate in machine.uplinks)
+    return replace(
+        machine,
+        devices=machine.devices * 2,
+        links=links,
+        host_bandwidth=machine.host_bandwidth * 2,
+        uplinks=uplinks,
+        host_memory=Bytes(2 * machine.host_memory),
+    )
 
 
 def _helps(problem: Problem) -> bool:

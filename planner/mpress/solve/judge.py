@@ -54,7 +54,7 @@ def judge(problem: Problem, composition: Composition) -> Verdict:
         found = _with_lags(problem, composition, modes, shares)
         if few:
             for pair in product(range(1, max(map(len, modes)) + 1), repeat=2):
-                same: Lags = (pair,) * problem.stages
+                same: Lags = ((pair[0], pair[1]),) * problem.stages
                 found = _better(found, _try(problem, composition, to_plan(problem, modes, shares, same)))
         best = _better(best, found)
     if best is None:  # the pools are too small for what is swapped; the stage that swaps most cannot place it
@@ -86,7 +86,7 @@ def _simple_splits(problem: Problem, swapped: tuple[int, ...]) -> list[Shares | 
             continue
         pools = [HOST] if machine.host_bandwidth[s] > 0 else []
         pools += [r for r in range(problem.stages) if r != s and machine.links[s][r] > 0 and machine.links[r][s] > 0]
-        row = [(Share(pool, Bytes(size)),) for pool in pools]
+        row: list[tuple[Share, ...]] = [(Share(pool, Bytes(size)),) for pool in pools]
         for one, other in combinations(pools, 2):
             parts = [size * quarter // 4 for quarter in (1, 2, 3)]
             row += [(Share(one, Bytes(part)), Share(other, Bytes(size - part))) for part in parts if 0 < part < size]

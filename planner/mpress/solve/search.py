@@ -47,7 +47,10 @@ class Solution:
 
 
 def plan(problem: Problem, progress: Callable[[str], None] | None = None) -> Solution:
-    """The best plan found, with its gap.  Raises InfeasibleError("no-plan"), or MpressError("interrupted" | "work-limit") without a plan."""
+    """The best plan found, with its gap.
+
+    Raises InfeasibleError("no-plan"), or, when there is no plan yet, MpressError("interrupted") or MpressError("work-limit").
+    """
     check(problem)
     search = _Search(problem, progress or (lambda _: None))
     interrupted = False

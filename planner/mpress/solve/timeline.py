@@ -15,7 +15,9 @@ from mpress.schedule import Action, Word, actions
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds.  forward, backward: per stage; output[e], gradient[e]: the message from stage e to e + 1 and back; tail: after the last B."""
+    """Seconds.  forward, backward: per stage; output[e], gradient[e]: the message from stage e to e + 1 and back; tail: after the last B
+    of a stage.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
