@@ -29,9 +29,9 @@ def main() -> None:
         if done.returncode:
             print(f"{name:28} {seconds:8.1f} {plan['code']}: {plan['message']}")
             continue
-        clock = plan["timings"]
-        gap, step = plan["gap"] * 100, plan["step_seconds"]
-        print(f"{name:28} {seconds:8.1f} {clock['trace_seconds']:6.1f} {clock['solve_seconds']:6.1f} {gap:6.2f} {step:7.3f} {plan['status']:>10}")
+        traced, solved = plan["timings"]["trace_seconds"], plan["timings"]["solve_seconds"]
+        gap, step, status = plan["gap"] * 100, plan["step_seconds"], plan["status"]
+        print(f"{name:28} {seconds:8.1f} {traced:6.1f} {solved:6.1f} {gap:6.2f} {step:7.3f} {status:>10}")
     print(f"largest resident set of a row: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")
 
 
