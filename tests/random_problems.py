@@ -93,3 +93,59 @@ def random_problem(seed: int) -> Problem:
     )
     kind = draw.choice([ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE])
     return Problem(workload, machine, kind, micro_batches, gap=0.0)
+
+
+def block_problem(blocks: int, stages: int, capacity: int, kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B) -> Problem:
+    """A transformer in miniature: embedding, `blocks` pairs of attention and MLP, head; modes recompute, swap and both."""
+
+    def cost(name: str, forward: float, saved: int, elements: int, tie: bool, rows: tuple[tuple[int, int, float], ...]) -> CellCost:
+        modes = [Mode((), (), Bytes(saved), Bytes(0), Bytes(saved + 10), Bytes(saved + 30), Seconds(0.0))]
+        for resident, swapped, redo in rows:
+            recompute = (1,) if redo else ()
+            swap = (2,) if swapped else ()
+            modes.append(Mode(recompute, swap, Bytes(resident), Bytes(swapped), Bytes(saved + 10), Bytes(saved + 30), Seconds(redo)))
+        return CellCost(
+            name=name,
+            forward_seconds=Seconds(forward),
+            backward_seconds=Seconds(2 * forward),
+            output_bytes=Bytes(8),
+            gradient_bytes=Bytes(8),
+            input_bytes=Bytes(1 if tie else 0),
+            parameter_elements=elements,
+            trainable_elements=elements,
+            trainable_tensors=2,
+            largest_trainable_elements=elements,
+            shared_parameters=((0, 20),) if tie else (),
+            modes=tuple(modes),
+        )
+
+    types = (
+        cost("embedding", 0.1, 8, 20, True, ()),
+        cost("attention", 1.0, 50, 4, False, ((30, 0, 0.05), (10, 40, 0.0), (10, 0, 0.6))),
+        cost("mlp", 1.5, 80, 8, False, ((50, 0, 0.04), (0, 80, 0.0), (8, 0, 0.9), (0, 50, 0.04))),
+        cost("head", 1.2, 60, 20, True, ()),
+    )
+    cells = (0, *(1, 2) * blocks, 3)
+    workload = Workload(
+        types=types,
+        cells=cells,
+        segments=(((0,), 1), ((1, 2), blocks), ((3,), 1)),
+        bytes_per_trainable=8,
+        bytes_per_frozen=1,
+        bytes_per_tensor=4,
+        step_bytes_per_element=1,
+        gradient_element_bytes=1,
+        optimizer_seconds_per_element=0.001,
+    )
+    machine = Machine(
+        name="miniature",
+        devices=tuple(Device(Bytes(capacity), (), BytesPerSecond(1.0), 1.0, 0.0) for _ in range(stages)),
+        links=tuple(tuple(BytesPerSecond(0.0 if a == b else 600.0) for b in range(stages)) for a in range(stages)),
+        port=BytesPerSecond(600.0),
+        host_bandwidth=tuple(BytesPerSecond(40.0) for _ in range(stages)),
+        uplinks=tuple(((s, s + 1), BytesPerSecond(40.0)) for s in range(0, stages - 1, 2)),
+        host_memory=Bytes(1_000_000),
+        latency_seconds=0.001,
+        reserve=0.0,
+    )
+    return Problem(workload, machine, kind, 8, gap=0.01)

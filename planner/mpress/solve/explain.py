@@ -77,7 +77,7 @@ def _hint(problem: Problem, short: int | None) -> str:
         need = max((int(machine.usable_bytes(s)) + short) / max(1.0 - machine.reserve, 1e-9) for s in range(problem.stages))
         cures.append(f"GPUs with at least {gib(int(need))} each")
     if len(work.cells) >= 2 * problem.stages and _helps(replace(problem, machine=_twice(machine))):
-        cures.append(f"twice as many GPUs of this kind (--gpus {2 * problem.stages})")
+        cures.append("twice as many GPUs of this kind")
     return "what would help: " + ", or ".join(cures) if cures else "use GPUs with more memory"
 
 
