@@ -73,7 +73,7 @@ def test_functions_bind_every_name_they_use(place: int) -> None:
     """Each local is assigned before it is read and nothing is read after `del`; `pyflakes` by hand, on the real text."""
     graph, chain = recorded()
     cell = chain.cells[chain.representatives[place]]
-    text = "\n".join(cell_functions(graph, cell, build_program(graph, cell, (), ()), 0, "here"))
+    text = "\n".join(cell_functions(graph, cell, build_program(graph, cell, (), ()), "cell", "here"))
     for function in ast.parse(text).body:
         assert isinstance(function, ast.FunctionDef)
         alive = {argument.arg for argument in function.args.args} | {"aten", "torch", "sdpa", "sdpa_bwd", "dropout", "dropout_bwd"}
@@ -87,7 +87,7 @@ def test_functions_bind_every_name_they_use(place: int) -> None:
 def test_each_line_of_arithmetic_names_the_line_of_the_user() -> None:
     graph, chain = recorded()
     cell = chain.cells[1]
-    text = cell_functions(graph, cell, build_program(graph, cell, (), ()), 0, "here")
+    text = cell_functions(graph, cell, build_program(graph, cell, (), ()), "cell", "here")
     starts = [line for line in text if re.match(r"    \w.* = (aten|sdpa|dropout)", line)]
     assert starts and all(re.search(r"# gpt\.py:\d+$", line) for line in starts)
 
@@ -111,5 +111,5 @@ def test_an_operator_without_a_form_is_refused_by_name_and_line() -> None:
 
     broken = replace(graph, ops=tuple(masked(op) for op in graph.ops))
     with pytest.raises(InputError) as refusal:
-        cell_functions(broken, cell, build_program(graph, cell, (), ()), 0, "here")
+        cell_functions(broken, cell, build_program(graph, cell, (), ()), "cell", "here")
     assert refusal.value.code == "no-form" and "gpt.py:" in refusal.value.where

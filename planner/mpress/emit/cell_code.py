@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpress.cells import Cell
+from mpress.cells import Cell, Chain
 from mpress.emit.expressions import Expressions
 from mpress.emit.names import LocalNames, identifier, parameter_name, relative
 from mpress.graph import Graph
@@ -15,16 +15,25 @@ WIDTH = 140
 _COMMENT_COLUMN = 96
 
 
-def function_stem(cell: Cell, mode: int) -> str:
-    """ "h.3.attn" in mode 2 -> "h_attn_mode2": all cells of a type share the function, so the layer number goes."""
-    words = [word for word in cell.name.replace("/", ".part").split(".") if word and not word.isdigit()]
-    return f"{identifier('_'.join(words))}_mode{mode}"
+def type_stems(chain: Chain) -> tuple[str, ...]:
+    """A name for every cell type, unique in the module: "h.3.attn" -> "h_attn"; the layer number goes, all cells of a type share it.
+
+    Types that would share a name are numbered, never merged: two functions of one name would silently run the wrong body.
+    """
+    stems: list[str] = []
+    for index in chain.representatives:
+        words = [word for word in chain.cells[index].name.replace("/", ".part").split(".") if word and not word.isdigit()]
+        wanted = identifier("_".join(words)) if words else "cell"
+        stem, number = wanted, 2
+        while stem in stems:
+            stem, number = f"{wanted}_{number}", number + 1
+        stems.append(stem)
+    return tuple(stems)
 
 
-def cell_functions(graph: Graph, cell: Cell, program: CellProgram, mode: int, used_by: str) -> list[str]:
+def cell_functions(graph: Graph, cell: Cell, program: CellProgram, stem: str, used_by: str) -> list[str]:
     """Source lines of `<stem>_fwd` and `<stem>_bwd` for the representative `cell`."""
     writer = _Writer(graph, cell, program)
-    stem = function_stem(cell, mode)
     names = writer.names
     inputs = ", ".join(names.of(t) for t in cell.inputs)
     gradients = ", ".join(names.of(t) for t in cell.gradient_inputs if t >= 0)

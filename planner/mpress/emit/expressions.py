@@ -46,8 +46,9 @@ class Expressions:
         name, args = kind(op), op.args
         keywords = dict(op.kwargs)
         if name == "native_dropout":
-            key = relative(op.random_key, self._cell.prefix)
-            return f'dropout(c, p.key("{key}"), {self._argument(args[0])}, {args[1]!r})'
+            below = op.random_key.startswith(self._cell.prefix)
+            key = f'p.key("{relative(op.random_key, self._cell.prefix)}")' if below else f'"{op.random_key}"'
+            return f"dropout(c, {key}, {self._argument(args[0])}, {args[1]!r})"
         if name == "native_dropout_backward":
             return f"dropout_bwd({', '.join(self._argument(a) for a in args)})"
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):

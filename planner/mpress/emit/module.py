@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mpress.cells import Chain
-from mpress.emit.cell_code import cell_functions
+from mpress.emit.cell_code import cell_functions, type_stems
 from mpress.emit.fingerprint import fingerprint
-from mpress.emit.stage_code import layer, shape_table, stage_class, stage_title, swap_words, table_name
+from mpress.emit.stage_code import layer, shape_table, stage_class, stage_title, swap_words
 from mpress.errors import InputError
 from mpress.graph import Graph
 from mpress.plan import Plan
@@ -69,20 +69,20 @@ def emit_module(
         tensor = graph.tensors[given.tensor]
         text.append(f'    "{given.name}": ({tensor.shape!r}, "{tensor.dtype}", {given.low}, {given.high + 1}),')
     text += ["}", "", ""]
+    stems = type_stems(chain)
     for kind, mode in _modes_in_use(workload, plan):
         cell = chain.cells[chain.representatives[kind]]
-        text += cell_functions(graph, cell, programs[kind][mode], mode, _used_by(chain, plan, kind, mode))
+        used_by = _used_by(chain, plan, kind, mode)
+        text += cell_functions(graph, cell, programs[kind][mode], f"{stems[kind]}_mode{mode}", used_by)
     tables: dict[int, str] = {}
-    for stage in plan.stages:
-        for cell in chain.cells[stage.first : stage.last]:
-            if layer(cell) >= 0 and cell.type not in tables:
-                tables[cell.type] = _unique(table_name(cell), tables)
-                text.append(f"{tables[cell.type]} = {{")
-                representative = chain.cells[chain.representatives[cell.type]]
-                text += [f'    "{name}": {shape!r},' for name, shape in shape_table(graph, representative).items()]
-                text.append("}")
+    for kind, representative in enumerate(chain.representatives):
+        cell = chain.cells[representative]
+        shapes = shape_table(graph, cell) if layer(cell) >= 0 else {}
+        if shapes:
+            tables[kind] = f"{stems[kind].upper()}_SHAPES"
+            text += [f"{tables[kind]} = {{", *(f'    "{name}": {shape!r},' for name, shape in shapes.items()), "}"]
     for index in range(len(plan.stages)):
-        text += stage_class(graph, chain, workload, plan, index, int(replay.stages[index].peak_bytes), tables)
+        text += stage_class(graph, chain, workload, plan, index, int(replay.stages[index].peak_bytes), stems, tables)
     stages = ", ".join(f"Stage{i}" for i in range(len(plan.stages)))
     text += ["", "", f"STAGES = ({stages}{',' if len(plan.stages) == 1 else ''})", "", 'if __name__ == "__main__":']
     text += [f'    main(sys.modules[__name__], "{schedule_name}")']
@@ -107,13 +107,6 @@ def _table(rows: Mapping[str, str]) -> str:
 def _other_dtypes(graph: Graph, dtype: str) -> dict[str, str]:
     found = {name: graph.tensors[p.tensor].dtype for p in graph.parameters for name in p.names}
     return {name: kind for name, kind in found.items() if kind != dtype}
-
-
-def _unique(name: str, tables: dict[int, str]) -> str:
-    number, wanted = 2, name
-    while name in tables.values():
-        name, number = f"{wanted}_{number}", number + 1
-    return name
 
 
 def _modes_in_use(workload: Workload, plan: Plan) -> list[tuple[int, int]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpress.cells import Cell, Chain
-from mpress.emit.cell_code import function_stem
 from mpress.emit.names import identifier, parameter_name, relative
 from mpress.graph import Graph
 from mpress.plan import HOST, Plan, StagePlan
@@ -67,18 +66,19 @@ def stem(cell: Cell) -> str:
 
 
 def shape_table(graph: Graph, cell: Cell) -> dict[str, tuple[int, ...]]:
-    """Relative parameter name -> shape of one cell, in order of use."""
+    """Relative parameter name -> shape of what a cell has below its own prefix, in order of use."""
+    return {relative(name, cell.prefix): shape for name, shape in _shapes(graph, cell).items() if name.startswith(cell.prefix)}
+
+
+def _shapes(graph: Graph, cell: Cell) -> dict[str, tuple[int, ...]]:
     by_name = {p.names[0]: graph.tensors[p.tensor].shape for p in graph.parameters}
-    return {relative(parameter_name(graph, cell, name), cell.prefix): by_name[name] for name in cell.parameters}
+    return {parameter_name(graph, cell, name): by_name[name] for name in cell.parameters}
 
 
-def table_name(cell: Cell) -> str:
-    """Name of the constant that holds the shapes of a repeated cell type."""
-    return function_stem(cell, 0).removesuffix("_mode0").upper() + "_SHAPES"
-
-
-def stage_class(graph: Graph, chain: Chain, workload: Workload, plan: Plan, index: int, peak: int, tables: Mapping[int, str]) -> list[str]:
-    """Source lines of one stage class.  tables: cell type -> name of its constant of shapes."""
+def stage_class(
+    graph: Graph, chain: Chain, workload: Workload, plan: Plan, index: int, peak: int, stems: Sequence[str], tables: Mapping[int, str]
+) -> list[str]:
+    """Source lines of one stage class.  stems, tables: cell type -> name of its functions, of its constant of shapes."""
     stage = plan.stages[index]
     cells = chain.cells[stage.first : stage.last]
     swaps = bool(stage.shares)
@@ -90,9 +90,9 @@ def stage_class(graph: Graph, chain: Chain, workload: Workload, plan: Plan, inde
     text += ["", "    @staticmethod", "    def fwd(c, p):"]
     if swaps:
         text.append(f"        # {swap_words(workload, stage)}")
-    text += _forward(chain, stage, first=index == 0)
+    text += _forward(chain, stage, stems, first=index == 0)
     text += ["", "    @staticmethod", "    def bwd(c, p):"]
-    text += _backward(chain, stage, first=index == 0)
+    text += _backward(chain, stage, stems, first=index == 0)
     return text
 
 
@@ -114,19 +114,20 @@ def _parameters(graph: Graph, chain: Chain, stage: StagePlan, tables: Mapping[in
     lines, seen = ["    PARAMS = {"], set[str]()
     for run in runs(chain, stage):
         for cell, _ in run.period:
-            if layer(cell) >= 0:
+            below = layer(cell) >= 0
+            if below and cell.type in tables:
                 numbers = f"range({run.first}, {run.first + run.count})" if run.count > 1 else f"({run.first},)"
                 open_prefix = _LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)
                 lines.append(f'        **layers("{open_prefix}", {numbers}, {tables[cell.type]}),')
-                continue
-            for canonical, (name, shape) in zip(cell.parameters, shape_table(graph, cell).items(), strict=True):
-                if canonical not in seen:
-                    seen.add(canonical)
-                    lines.append(f'        "{cell.prefix + name}": {shape!r},')
+            for canonical, (name, shape) in zip(cell.parameters, _shapes(graph, cell).items(), strict=True):
+                if canonical in seen or (below and name.startswith(cell.prefix)):
+                    continue
+                seen.add(canonical)
+                lines.append(f'        "{name}": {shape!r},')
     return [*lines, "    }"]
 
 
-def _forward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
+def _forward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool) -> list[str]:
     swaps = bool(stage.shares)
     variables = ", ".join(_variables("x", len(chain.cells[stage.first].inputs)))
     lines = [] if first else [f"        {variables}{',' if ',' not in variables else ''} = c.take()"]
@@ -138,7 +139,7 @@ def _forward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
         for cell, mode in run.period:
             given = ", ".join(["", *_variables("x", len(cell.inputs))])
             made = ", ".join(_variables("x", len(cell.outputs)))
-            lines.append(f"{indent}{made} = {function_stem(cell, mode)}_fwd({_places(cell, run)}{given})")
+            lines.append(f"{indent}{made} = {stems[cell.type]}_mode{mode}_fwd({_places(cell, run)}{given})")
             if swaps:
                 lines.append(f"{indent}c.free(behind={stage.drain_lag})")
     if swaps:
@@ -147,7 +148,7 @@ def _forward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
     return [*lines, f"        return {_tuple(out)}"]
 
 
-def _backward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
+def _backward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool) -> list[str]:
     swaps = bool(stage.shares)
     arriving = _variables("g", sum(t >= 0 for t in chain.cells[stage.last - 1].gradient_inputs))
     lines = [f"        {', '.join(arriving)}{',' if len(arriving) == 1 else ''} = c.take()"]
@@ -161,7 +162,7 @@ def _backward(chain: Chain, stage: StagePlan, first: bool) -> list[str]:
                 lines.append(f"{indent}c.prefetch(ahead={stage.prefetch_lead})")
             given = ", ".join(["", *_variables("g", sum(t >= 0 for t in cell.gradient_inputs))])
             made = ", ".join(_variables("g", sum(t >= 0 for t in cell.gradient_outputs)))
-            lines.append(f"{indent}{f'{made} = ' if made else ''}{function_stem(cell, mode)}_bwd({_places(cell, run)}{given})")
+            lines.append(f"{indent}{f'{made} = ' if made else ''}{stems[cell.type]}_mode{mode}_bwd({_places(cell, run)}{given})")
     sent = () if first else chain.cells[stage.first].gradient_outputs
     names = iter(_variables("g", sum(t >= 0 for t in sent)))
     return [*lines, f"        return {_tuple([next(names) if t >= 0 else 'None' for t in sent])}"]
