@@ -29,6 +29,8 @@ _THRIFT_NODES = 300
 _ROUNDS = 6  # of a large problem; a small one goes on until it is closed
 _WORTH = 0.02  # a round that closes less than this share of the wanted gap is the last
 FEW_CELLS = 12
+_SOLVE_NODES = 20  # what a solve costs at least, and each excluded composition on top: models grow by them, though SCIP may need one node
+_EXCLUDED_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,7 @@ class _Search:
     def _solve(self, code: Encoding, gap: float, most: int = 1 << 30) -> Result:
         result = solve(code.model, gap, int(max(min(self.left, most), 1)))
         self.iterations += 1
-        self.left -= result.nodes
+        self.left -= max(result.nodes, _SOLVE_NODES + _EXCLUDED_NODES * len(code.variant.excluded))
         if result.status is Status.INTERRUPTED:
             if result.values and not code.variant.free:
                 self._offer(judge(self.problem, _composition(code, result.values)))
