@@ -152,3 +152,10 @@ def check(seed: int) -> str:
 def test_solver_equals_enumeration(batch: int) -> None:
     for seed in range(batch, INSTANCES, BATCHES):
         check(seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_solver_equals_enumeration_on_a_thousand_more(batch: int) -> None:
+    for seed in range(INSTANCES + batch, INSTANCES + 1000, BATCHES):
+        check(seed)
