@@ -19,9 +19,9 @@ def codes() -> set[str]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Call) or not node.args:
                     continue
-                name = node.func.id if isinstance(node.func, ast.Name) else ""
+                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
                 first = node.args[0]
-                raises = name in ("InputError", "InfeasibleError", "BrokenPlanError", "MpressError", "_Interrupted")
+                raises = name in ("InputError", "InfeasibleError", "BrokenPlanError", "MpressError", "_Interrupted", "refusal")
                 if raises and isinstance(first, ast.Constant) and isinstance(first.value, str):
                     found.add(first.value)
     return found
