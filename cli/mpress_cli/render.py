@@ -46,7 +46,7 @@ def heading(report: Report) -> Group:
 
 def memory_table(report: Report) -> Table:
     """What plain pipelining would need beside what the plan needs, GPU by GPU."""
-    size, unit = _scale(max(max(s.unplanned_peak_bytes, s.capacity_bytes) for s in report.stages))
+    size, unit = _scale(max(max(s.unplanned_peak_bytes, s.peak_bytes) for s in report.stages))
     table = _table(f"Peak memory per GPU, {unit}", "GPU", f"plain {report.schedule}", "planned", "usable", "free", "at step")
     for stage in report.stages:
         over = stage.unplanned_peak_bytes > stage.usable_bytes
@@ -65,7 +65,7 @@ def memory_table(report: Report) -> Table:
 
 def cause_table(report: Report) -> Group:
     """The planned peak by cause, and how many micro-batches the activations are of."""
-    size, unit = _scale(max(s.capacity_bytes for s in report.stages))
+    size, unit = _scale(max(s.peak_bytes for s in report.stages))
     heads = [SHORT.get(cause, cause) for cause in CAUSE_COLUMNS]
     table = _table(f"Planned peak by cause, {unit}", "GPU", *heads, "in flight", "working", "reserve")
     for stage in report.stages:
