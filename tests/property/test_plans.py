@@ -61,9 +61,7 @@ def random_composition(problem: Problem, draw: random.Random) -> Composition:
     cells = problem.workload.cells
     cuts = sorted(draw.sample(range(1, len(cells)), problem.stages - 1))
     bounds = (0, *cuts, len(cells))
-    modes = [
-        [draw.randrange(len(problem.workload.types[cells[i]].modes)) for i in range(a, b)] for a, b in pairwise(bounds)
-    ]
+    modes = [[draw.randrange(len(problem.workload.types[cells[i]].modes)) for i in range(a, b)] for a, b in pairwise(bounds)]
     return to_composition(problem, modes)
 
 
