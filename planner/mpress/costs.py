@@ -36,8 +36,8 @@ def op_seconds(op: Op, device: Device, dtype: str) -> Seconds:
     if op.flops > 0:
         peak = dict(device.peak_flops).get(dtype)
         if peak is None:
-            where = f"{op.source.file}:{op.source.line}" if op.source.file else op.module
-            raise InputError("precision", f"{op.target} computes in {dtype}, which has no peak in the machine's profile", where)
+            message = f"{op.target} computes in {dtype}, which has no peak in the machine's profile"
+            raise InputError("precision", message, op.source.place(op.module))
         arithmetic = op.flops / (peak * device.efficiency)
     return Seconds(max(arithmetic, op.bytes_moved / device.memory_bandwidth) + device.launch_seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mpress.cell_types import canonical
@@ -44,7 +44,7 @@ def fold(graph: Graph) -> Chain:
         if key not in types:
             types[key] = len(types)
             representatives.append(cell.index)
-        typed.append(_with_type(cell, types[key]))
+        typed.append(replace(cell, type=types[key]))
     return Chain(tuple(typed), tuple(representatives), segments([cell.type for cell in typed]))
 
 
@@ -104,7 +104,7 @@ def _skip(graph: Graph, positions: Positions, border: int) -> InputError:
         f"a tensor made in '{producer.module or 'the model'}' (`{producer.source.code}`) is used beyond the next block, "
         f"in '{consumer.module or 'the model'}'; models are planned as chains of blocks that hand over one tensor"
     )
-    where = f"{consumer.source.file}:{consumer.source.line}" if consumer.source.file else consumer.module
+    where = consumer.source.place(consumer.module)
     return InputError("skip-connection", message, where, "compute the tensor inside the block that uses it, or carry it inside one module")
 
 
@@ -181,7 +181,7 @@ def _outside_name(graph: Graph, positions: Positions, part: _Part) -> str:
     modules = [op.module for op in ops if op.module]
     if not modules:
         computing = [op for op in ops if not op.view] or ops
-        return computing[-1].target.split(".")[1]
+        return computing[-1].name
     return modules[0] if modules[0] == modules[-1] else f"{modules[0]}..{modules[-1]}"
 
 
@@ -224,10 +224,6 @@ def _cells(graph: Graph, positions: Positions, parts: Sequence[_Part]) -> list[C
             )
         )
     return cells
-
-
-def _with_type(cell: Cell, type_: int) -> Cell:
-    return Cell(type=type_, **{name: getattr(cell, name) for name in Cell.__slots__ if name != "type"})
 
 
 def segments(types: Sequence[int]) -> tuple[Segment, ...]:

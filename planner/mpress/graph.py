@@ -78,6 +78,10 @@ class Source:
     line: int
     code: str
 
+    def place(self, fallback: str = "") -> str:
+        """ "gpt.py:22", or the fallback where no line is known."""
+        return f"{self.file}:{self.line}" if self.file else fallback
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -106,6 +110,11 @@ class Op:
     random_key: str
     flops: Flops
     bytes_moved: Bytes
+
+    @property
+    def name(self) -> str:
+        """ "addmm" of "aten.addmm.default"."""
+        return self.target.split(".")[1]
 
 
 @dataclass(frozen=True, slots=True)

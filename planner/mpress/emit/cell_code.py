@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mpress.cells import Cell, Chain
 from mpress.emit.expressions import Expressions
-from mpress.emit.names import LocalNames, identifier, parameter_name, relative
-from mpress.graph import Graph
+from mpress.emit.names import LocalNames, identifier, unique
+from mpress.graph import Contribution, Graph
 from mpress.program import CellProgram, Line, Verb
 from mpress.units import gib
 
@@ -24,10 +24,7 @@ def type_stems(chain: Chain) -> tuple[str, ...]:
     for index in chain.representatives:
         words = [word for word in chain.cells[index].name.replace("/", ".part").split(".") if word and not word.isdigit()]
         wanted = identifier("_".join(words)) if words else "cell"
-        stem, number = wanted, 2
-        while stem in stems:
-            stem, number = f"{wanted}_{number}", number + 1
-        stems.append(stem)
+        stems.append(unique(wanted, stems))
     return tuple(stems)
 
 
@@ -112,12 +109,14 @@ class _Writer:
             dead += [t for t in lines[stop].tensors if t != made]
             stop += 1
         op = self.graph.ops[line.op]
-        parameter = relative(parameter_name(self.graph, self.cell, contribution.parameter), self.cell.prefix)
         call = self.expressions.call(op)
         if value != name and not call.endswith(")"):
             call = f"({call})"
-        written = self._statement(f'p.grad["{parameter}"] += ', call, value[len(name) :], f"{op.source.file}:{op.source.line}")
+        written = self._statement(f"{self._gradient(contribution)} += ", call, value[len(name) :], op.source.place())
         return written + ([f"    del {', '.join(self.names.of(t) for t in dead)}"] if dead else []), stop
+
+    def _gradient(self, contribution: Contribution) -> str:
+        return f'p.grad["{self.expressions.parameter(contribution.parameter)}"]'
 
     def _line(self, line: Line) -> list[str]:
         names = [self.names.of(t) for t in line.tensors]
@@ -132,13 +131,12 @@ class _Writer:
             return _call(f"    {', '.join(names)} = c.load(", [f'"{name}"' for name in names], ")", "")
         if line.verb is Verb.GRAD:
             contribution = self.graph.contributions[line.op]
-            name = relative(parameter_name(self.graph, self.cell, contribution.parameter), self.cell.prefix)
-            return [f'    p.grad["{name}"] += {self.expressions.tensor(contribution.tensor)}']
+            return [f"    {self._gradient(contribution)} += {self.expressions.tensor(contribution.tensor)}"]
         return self._operator(line)
 
     def _operator(self, line: Line) -> list[str]:
         op = self.graph.ops[line.op]
-        origin = f"{op.source.file}:{op.source.line}"
+        origin = op.source.place()
         comment = f"recompute  {origin}" if line.verb is Verb.RECOMPUTE else origin
         text = self.expressions.call(op)
         if op.mutates and all(not self.names.has(t) for t in op.outputs if t >= 0):

@@ -7,7 +7,7 @@ import re
 
 from mpress.cells import Cell
 from mpress.dataflow import alias_source
-from mpress.emit.names import LocalNames, kind, parameter_name, relative
+from mpress.emit.names import LocalNames, parameter_name, relative
 from mpress.errors import InputError
 from mpress.graph import Argument, Graph, Kind, Name, Op, Ref
 
@@ -41,9 +41,13 @@ class Expressions:
             return self.tensor(source)
         return self._view(op, tensor)
 
+    def parameter(self, canonical: str) -> str:
+        """A parameter's name as this cell writes it."""
+        return relative(parameter_name(self._graph, self._cell, canonical), self._cell.prefix)
+
     def call(self, op: Op) -> str:
         """A non-view operator as a call, without its result."""
-        name, args = kind(op), op.args
+        name, args = op.name, op.args
         keywords = dict(op.kwargs)
         if name == "native_dropout":
             below = op.random_key.startswith(self._cell.prefix)
@@ -62,7 +66,7 @@ class Expressions:
         return f"aten.{name}{'' if overload == 'default' else '.' + overload}({', '.join(words)})"
 
     def _attention(self, op: Op) -> str:
-        backward = kind(op).endswith("_backward")
+        backward = op.name.endswith("_backward")
         tensors = 6 if backward else 3
         rest, keywords = op.args[tensors:], dict(op.kwargs)
         if keywords.get("attn_mask") is not None or (rest and rest[0] != 0.0):
@@ -78,7 +82,7 @@ class Expressions:
         return [f"{key}={self._argument(value)}" for key, value in op.kwargs if key not in _DTYPE_FREE and value is not None]
 
     def _view(self, op: Op, tensor: int) -> str:
-        name = {"_unsafe_view": "view", "alias": "detach"}.get(kind(op), kind(op))
+        name = {"_unsafe_view": "view", "alias": "detach"}.get(op.name, op.name)
         source = op.args[0]
         if name not in _METHODS or not isinstance(source, Ref):
             words = [self._argument(a) for a in op.args] + self._keywords(op)
@@ -105,7 +109,7 @@ class Expressions:
         entry = self._parameter.get(found.storage)
         if entry is None:
             raise AssertionError(f"tensor {tensor} reaches cell {self._cell.name} from nowhere")
-        return f'p["{relative(parameter_name(self._graph, self._cell, entry.names[0]), self._cell.prefix)}"]'
+        return f'p["{self.parameter(entry.names[0])}"]'
 
     def _argument(self, value: Argument) -> str:
         if isinstance(value, Ref):
@@ -124,6 +128,6 @@ def _no_form(op: Op, why: str) -> InputError:
     return InputError(
         "no-form",
         f"{op.target} {why}; it has no form in the emitted module",
-        where=f"{op.source.file}:{op.source.line} in module '{op.module}'",
+        where=f"{op.source.place()} in module '{op.module}'",
         hint="rewrite this line, or wait for a version that can emit it",
     )

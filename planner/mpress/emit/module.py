@@ -82,7 +82,7 @@ def emit_module(
             tables[kind] = f"{stems[kind].upper()}_SHAPES"
             text += [f"{tables[kind]} = {{", *(f'    "{name}": {shape!r},' for name, shape in shapes.items()), "}"]
     for index in range(len(plan.stages)):
-        text += stage_class(graph, chain, workload, plan, index, int(replay.stages[index].peak_bytes), stems, tables)
+        text += stage_class(graph, chain, plan, index, int(replay.stages[index].peak_bytes), stems, tables)
     stages = ", ".join(f"Stage{i}" for i in range(len(plan.stages)))
     text += ["", "", f"STAGES = ({stages}{',' if len(plan.stages) == 1 else ''})", "", 'if __name__ == "__main__":']
     text += [f'    main(sys.modules[__name__], "{schedule_name}")']
@@ -151,7 +151,7 @@ def _header(
         peak = gib(replay.stages[index].peak_bytes)
         lines.append(f"#     stage {index}   {peak:>10}   {stage_title(chain, stage)}")
         if stage.shares:
-            lines.append(f"#               {swap_words(workload, stage)}")
+            lines.append(f"#               {swap_words(stage)}")
     return [
         *lines,
         "#",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections.abc import Container
 
 from mpress.cells import Cell
 from mpress.graph import Graph, Op, Phase, reads
@@ -37,9 +38,12 @@ def identifier(text: str) -> str:
     return f"{word}_" if word in _RESERVED else word
 
 
-def kind(op: Op) -> str:
-    """ "aten.addmm.default" -> "addmm"."""
-    return op.target.split(".")[1]
+def unique(wanted: str, taken: Container[str]) -> str:
+    """The wanted name, numbered from 2 where it is taken."""
+    name, number = wanted, 2
+    while name in taken:
+        name, number = f"{wanted}_{number}", number + 1
+    return name
 
 
 def relative(name: str, prefix: str) -> str:
@@ -65,7 +69,6 @@ class LocalNames:
     """Unique names for every tensor a cell function binds: its inputs, incoming gradients, and results of non-view operators."""
 
     def __init__(self, graph: Graph, cell: Cell) -> None:
-        self._taken: set[str] = set()
         self._names: dict[int, str] = {}
         for tensor in cell.inputs:
             self._bind(tensor, "x")
@@ -73,9 +76,9 @@ class LocalNames:
         for index in cell.forward:
             op = graph.ops[index]
             if not op.view:
-                forward_name[index] = self._operator(op, self._forward_base(op), _OUTPUTS.get(kind(op), ()))
+                forward_name[index] = self._operator(op, self._forward_base(op), _OUTPUTS.get(op.name, ()))
             else:
-                forward_name[index] = identifier(op.module.rpartition(".")[2] or kind(op))
+                forward_name[index] = identifier(op.module.rpartition(".")[2] or op.name)
         for tensor in cell.gradient_inputs:
             if tensor >= 0:
                 self._bind(tensor, "g")
@@ -87,7 +90,7 @@ class LocalNames:
                 continue
             stem = forward_name.get(op.forward_op, "g" if op.forward_op < 0 else "value")
             base = "g" if op.forward_op < 0 else f"g_{stem}"
-            suffixes = _OUTPUTS.get(kind(op), ())
+            suffixes = _OUTPUTS.get(op.name, ())
             for place, tensor in enumerate(op.outputs):
                 if tensor < 0:
                     continue
@@ -105,9 +108,9 @@ class LocalNames:
 
     def _forward_base(self, op: Op) -> str:
         last = op.module.rpartition(".")[2]
-        if kind(op) in _OF_MODULE and last and not last.isdigit():
+        if op.name in _OF_MODULE and last and not last.isdigit():
             return identifier(last)
-        return identifier(_WORDS.get(kind(op), kind(op)))
+        return identifier(_WORDS.get(op.name, op.name))
 
     def _operator(self, op: Op, base: str, suffixes: tuple[str, ...]) -> str:
         assert op.phase is Phase.FORWARD
@@ -122,9 +125,5 @@ class LocalNames:
     def _bind(self, tensor: int, wanted: str) -> str:
         if tensor in self._names:
             return self._names[tensor]
-        name, number = wanted, 2
-        while name in self._taken:
-            name, number = f"{wanted}_{number}", number + 1
-        self._taken.add(name)
-        self._names[tensor] = name
+        name = self._names[tensor] = unique(wanted, self._names.values())
         return name

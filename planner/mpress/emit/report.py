@@ -22,7 +22,6 @@ from mpress.simulate import Replay
 from mpress.units import Bytes, Seconds
 from mpress.workload import Workload
 
-SCHEMA_VERSION = 1
 ACTIONS = ("keep", "recompute", "swap_host", "swap_d2d")
 
 
@@ -305,8 +304,7 @@ class _Kinds:
     def of_op(self, op: Op) -> str:
         """ "mlp.c_fc addmm"."""
         module = f"{op.module}.".removeprefix(self._cell.prefix).rstrip(".")
-        name = op.target.split(".")[1] if "." in op.target else op.target
-        name = name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
+        name = op.name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
         return f"{module} {name}".strip()
 
 

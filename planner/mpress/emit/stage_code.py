@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpress.cells import Cell, Chain
-from mpress.emit.names import identifier, parameter_name, relative
+from mpress.emit.names import parameter_name, relative
 from mpress.graph import Graph
 from mpress.plan import HOST, Plan, StagePlan
 from mpress.units import gib
-from mpress.workload import Workload
 
 _LAYER = re.compile(r"^(.*?)(\d+)\.$")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive cells that one loop covers: `count` repetitions of `period` (chain index, mode), layers first, first + 1, ..."""
+    """Consecutive cells that one loop covers: `count` repetitions of `period` (cell, mode), layers first, first + 1, ..."""
 
     period: tuple[tuple[Cell, int], ...]
     first: int
@@ -76,7 +75,7 @@ def _shapes(graph: Graph, cell: Cell) -> dict[str, tuple[int, ...]]:
 
 
 def stage_class(
-    graph: Graph, chain: Chain, workload: Workload, plan: Plan, index: int, peak: int, stems: Sequence[str], tables: Mapping[int, str]
+    graph: Graph, chain: Chain, plan: Plan, index: int, peak: int, stems: Sequence[str], tables: Mapping[int, str]
 ) -> list[str]:
     """Source lines of one stage class.  stems, tables: cell type -> name of its functions, of its constant of shapes."""
     stage = plan.stages[index]
@@ -89,14 +88,14 @@ def stage_class(
     text.append(f"    INPUTS = {_tuple([repr(name) for name in inputs])}")
     text += ["", "    @staticmethod", "    def fwd(c, p):"]
     if swaps:
-        text.append(f"        # {swap_words(workload, stage)}")
+        text.append(f"        # {swap_words(stage)}")
     text += _forward(chain, stage, stems, first=index == 0)
     text += ["", "    @staticmethod", "    def bwd(c, p):"]
     text += _backward(chain, stage, stems, first=index == 0)
     return text
 
 
-def swap_words(workload: Workload, stage: StagePlan) -> str:
+def swap_words(stage: StagePlan) -> str:
     """Where the swapped bytes of one micro-batch go: "1.20 GiB of each micro-batch: 0.80 to GPU 5 ..."."""
     total = sum(int(share.bytes) for share in stage.shares)
     parts = [f"{gib(share.bytes)} to {'host memory' if share.pool == HOST else f'GPU {share.pool}'}" for share in stage.shares]
@@ -117,8 +116,8 @@ def _parameters(graph: Graph, chain: Chain, stage: StagePlan, tables: Mapping[in
             below = layer(cell) >= 0
             if below and cell.type in tables:
                 numbers = f"range({run.first}, {run.first + run.count})" if run.count > 1 else f"({run.first},)"
-                open_prefix = _LAYER.sub(lambda m: f"{m.group(1)}{{}}.", cell.prefix)
-                lines.append(f'        **layers("{open_prefix}", {numbers}, {tables[cell.type]}),')
+                template = _LAYER.sub(r"\1{}.", cell.prefix)
+                lines.append(f'        **layers("{template}", {numbers}, {tables[cell.type]}),')
             for canonical, (name, shape) in zip(cell.parameters, _shapes(graph, cell).items(), strict=True):
                 if canonical in seen or (below and name.startswith(cell.prefix)):
                     continue
@@ -174,12 +173,12 @@ def _places(cell: Cell, run: Run) -> str:
         return f'c.at("{cell.name}"), p'
     if run.count == 1:
         return f'c.at("{cell.name}"), p.at("{cell.prefix[:-1]}")'
-    module = _LAYER.sub(lambda m: f"{m.group(1)}{{i}}", cell.prefix)
+    module = _LAYER.sub(r"\1{i}", cell.prefix)
     return f'c.at(f"{stem(cell)}"), p.at(f"{module}")'
 
 
 def _variables(letter: str, count: int) -> list[str]:
-    return [letter if i == 0 else identifier(f"{letter}{i + 1}") for i in range(count)]
+    return [letter if i == 0 else f"{letter}{i + 1}" for i in range(count)]
 
 
 def _tuple(words: list[str]) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from mpress.errors import InputError, MpressError
 from mpress.trace.semantics import gpu_semantics
-from mpress.trace.source import at, error_source
+from mpress.trace.source import error_source
 
 Value = int | float | bool | str
 _STUB = """add this to the file:
@@ -84,7 +84,7 @@ def _execute(path: Path) -> ModuleType:
         except SyntaxError as error:
             raise InputError("model-file", f"syntax error: {error.msg}", f"{path.name}:{error.lineno}", "fix the line") from None
         except (Exception, SystemExit) as error:
-            place = at(error_source(error.__traceback__, path.parent), path.name)
+            place = error_source(error.__traceback__, path.parent).place(path.name)
             message = f"importing the model file failed: {type(error).__name__}: {error}"
             raise InputError("model-file", message, place, "the file must be importable without arguments or data") from None
     return module
@@ -145,7 +145,7 @@ def _call(model: ModelFile, name: str, function: Callable[..., Any], arguments: 
     except MpressError:
         raise
     except (Exception, SystemExit) as error:
-        place = at(error_source(error.__traceback__, model.folder), model.file)
+        place = error_source(error.__traceback__, model.folder).place(model.file)
         hint = "build_model runs on the 'meta' device: it must not read weight values; check --model-arg"
         raise InputError("model-file", f"{name} failed: {type(error).__name__}: {error}", place, hint) from None
 

@@ -22,7 +22,7 @@ from mpress.trace.lower import Given, Named, lower
 from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
 from mpress.trace.recorder import Recorder
 from mpress.trace.semantics import gpu_semantics
-from mpress.trace.source import at, entry, error_source, forget_sources
+from mpress.trace.source import entry, error_source, forget_sources
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -177,10 +177,10 @@ def _step(
         text = str(error).strip().splitlines()
         if "cuda" in str(error).lower():
             hint = "tracing needs no GPU: create tensors on the device of an input (device=x.device) and drop .cuda()"
-            raise InputError("device", f"the model asks for a CUDA device{line}", at(source, model_file.file), hint) from None
+            raise InputError("device", f"the model asks for a CUDA device{line}", source.place(model_file.file), hint) from None
         message = f"the model failed{line}: {type(error).__name__}: {text[0] if text else ''}"
         hint = "run the model once on CPU with example_inputs; if that works, this operator cannot be traced yet"
-        raise InputError("trace", message, at(source, model_file.file), hint) from None
+        raise InputError("trace", message, source.place(model_file.file), hint) from None
 
 
 def _scalar(model_file: ModelFile, result: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from mpress.errors import InputError, MpressError
 from mpress.graph import Argument, Kind, Name, Ref, Source
 from mpress.trace.costs_of_ops import flops_of, moved_bytes
-from mpress.trace.source import NOWHERE, at, current_source
+from mpress.trace.source import NOWHERE, current_source
 
 ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
 _engine: Any = torch.autograd  # private functions, absent from torch's stubs
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         module = self.stack[-1]
         inside = f" in module '{module}'" if module else ""
         line = f": `{source.code}`" if source.code else ""
-        return InputError(code, f"{message}{inside}{line}", at(source, module), hint)
+        return InputError(code, f"{message}{inside}{line}", source.place(module), hint)
 
     # -- calls -------------------------------------------------------------------------------------------------------------------
 

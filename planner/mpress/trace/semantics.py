@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from mpress.errors import InputError
-from mpress.trace.source import at, current_source
+from mpress.trace.source import current_source
 
 _tracing = False
 _dropout: Callable[..., Any] = torch.dropout
@@ -36,7 +36,7 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise InputError(
             "attention-dropout",
             f"scaled_dot_product_attention drops attention weights (dropout_p={probability}), which cannot be planned yet",
-            at(current_source()),
+            current_source().place(),
             "pass dropout_p=0.0 and put nn.Dropout after the attention's output projection",
         )
     result: torch.Tensor = _attention(*args, **kwargs)

@@ -64,11 +64,6 @@ def error_source(traceback: TracebackType | None, within: Path | None = None) ->
     return found
 
 
-def at(source: Source, fallback: str = "") -> str:
-    """Write a source as "file:line", or the fallback where there is none."""
-    return f"{source.file}:{source.line}" if source.file else fallback
-
-
 def forget_sources() -> None:
     """Drop cached lines: the user's file may have changed between two traces of one process."""
     _SEEN.clear()
