@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mpress.errors import MpressError
 
-OK, NO_PLAN, BAD_INPUT, BROKEN, INTERRUPTED = 0, 1, 2, 3, 130
+OK, INTERRUPTED = 0, 130  # the exit codes of refusals are theirs: see mpress.errors
 SCHEMA_VERSION = 1
 NARROW = 80  # columns when nobody says how wide the terminal is
 

@@ -15,17 +15,12 @@ from mpress.units import Bytes
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one cell and one micro-batch.  resident: kept between forward and backward; swapped: copied away in between;
-    transient: the most a function needs beyond these two."""
+    """Bytes of one cell and one micro-batch.  resident: kept between forward and backward; swapped: copied away in between."""
 
     forward_peak: Bytes
     backward_peak: Bytes
     resident: Bytes
     swapped: Bytes
-
-    @property
-    def transient(self) -> Bytes:
-        return Bytes(max(self.forward_peak, self.backward_peak) - self.resident - self.swapped)
 
 
 def footprint(flow: Dataflow, program: CellProgram) -> Footprint:

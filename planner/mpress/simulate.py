@@ -270,7 +270,7 @@ class _Replayer:
                 return []
             if transfer.end > rank.now:
                 rank.now, rank.origin = transfer.end, transfer.origin
-            size = self.ranks[rank.stage - 1].outputs if word == "F" else self.ranks[rank.stage + 1].input_gradient
+            size = self._message_bytes(word, rank.stage - 1 if word == "F" else rank.stage + 1)
         rank.receiving -= size
         self.trail.append((word, rank.stage, rank.origin))
         rank.origin = len(self.trail) - 1
@@ -280,6 +280,10 @@ class _Replayer:
     def _transfer(self, word: str, sender: int, k: int) -> _Transfer:
         return self.transfers.setdefault((word, sender, k), _Transfer())
 
+    def _message_bytes(self, word: str, sender: int) -> int:
+        """What a stage sends over its edge: its output forward, the gradient of its input back."""
+        return self.ranks[sender].outputs if word == "F" else self.ranks[sender].input_gradient
+
     def _message(self, rank: _Rank, verb: str, k: int) -> list[_Rank]:
         word = verb[-1]
         woken = [rank]
@@ -287,7 +291,7 @@ class _Replayer:
             sender = rank.stage - 1 if word == "F" else rank.stage + 1
             transfer = self._transfer(word, sender, k)
             transfer.posted = (rank.now, rank.origin)
-            rank.receiving += self.ranks[sender].outputs if word == "F" else self.ranks[sender].input_gradient
+            rank.receiving += self._message_bytes(word, sender)
         else:
             sender = rank.stage
             if k > 0:
@@ -297,16 +301,14 @@ class _Replayer:
                     return []
                 if previous.end > rank.now:
                     rank.now, rank.origin = previous.end, previous.origin
-            size = rank.outputs if word == "F" else rank.input_gradient
             if k == 0:
-                rank.sending += size  # later messages replace the buffer of the one before
+                rank.sending += self._message_bytes(word, sender)  # later messages replace the buffer of the one before
             transfer = self._transfer(word, sender, k)
             transfer.sent = (rank.now, rank.origin)
         if transfer.sent is not None and transfer.posted is not None:
             receiver = self.ranks[sender + 1 if word == "F" else sender - 1]
-            size = self.ranks[sender].outputs if word == "F" else self.ranks[sender].input_gradient
             start, transfer.origin = max(transfer.sent, transfer.posted)
-            end = self.links.occupy(self.ranks[sender].device, receiver.device, size, start)
+            end = self.links.occupy(self.ranks[sender].device, receiver.device, self._message_bytes(word, sender), start)
             transfer.end = end + self.machine.latency_seconds
             woken += transfer.waiting
             for other in transfer.waiting:  # `now` stays: the step it repeats must see that it was the message that made it wait

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpress.runtime.schedule_file import Swapped
-from mpress.runtime.transport import Transport, Work
+from mpress.runtime.transport import Transport, Work, raw
 
 
 @dataclass(slots=True)
@@ -104,10 +104,10 @@ class Context:
     def put_away(self, key: tuple[str, str], tensor: Tensor) -> None:
         """See Cell.swap_out."""
         place = self._places[key]
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        work = self._transport.put(raw, place.stripes, self.micro_batch % place.slots)
+        source = raw(tensor)
+        work = self._transport.put(source, place.stripes, self.micro_batch % place.slots)
         self._away.setdefault(key[0], {})[key[1]] = Away(
-            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), place, raw, work
+            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), place, source, work
         )
 
     def keep(self, key: tuple[str, str], tensor: Tensor) -> None:
@@ -123,11 +123,11 @@ class Context:
         if away.raw is None:  # nobody prefetched it: correct, but the copy cannot hide behind compute
             self.late += 1
             self._fetch(away)
-        raw, work = away.raw, away.work
-        if raw is None or work is None:
+        stored, work = away.raw, away.work
+        if stored is None or work is None:
             raise RuntimeError(f"{key[0]} {key[1]} is loaded before its copy out was freed")
         work.wait()
-        return torch.empty(0, dtype=away.dtype, device=self.device).set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
+        return torch.empty(0, dtype=away.dtype, device=self.device).set_(stored.untyped_storage(), away.offset, away.shape, away.stride)
 
     def left(self) -> list[str]:
         """Names of everything still here; empty after a backward."""

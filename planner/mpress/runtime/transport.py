@@ -17,6 +17,11 @@ from torch import Tensor
 from mpress.runtime.schedule_file import Stripe
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of the whole storage of a tensor; no copy."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 class Work(Protocol):
     """A copy under way."""
 

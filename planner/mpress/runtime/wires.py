@@ -6,7 +6,7 @@ activations and one for gradients, so that the two directions of an edge never w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpress.runtime.schedule_file import Boundary, Tied
+from mpress.runtime.transport import raw
 
 
 class Message(Protocol):
@@ -45,21 +46,29 @@ def buffers(shapes: Sequence[Boundary | None], device: torch.device) -> tuple[Te
     return tuple(torch.empty_strided(b.shape, b.stride, dtype=getattr(torch, b.dtype), device=device) for b in shapes if b is not None)
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor that owns its storage; no copy."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 def sendable(tensor: Tensor) -> Tensor:
     """The tensor itself when it fills its storage, else a copy that does."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
 @dataclass(slots=True)
-class _Letter:
+class _Meeting:
+    """A message that is there once all its ends have come."""
+
+    arrived: bool = field(default=False, init=False)
+
+    def ready(self) -> bool:
+        return self.arrived
+
+    def wait(self) -> None:
+        if not self.arrived:
+            raise RuntimeError("a message or a tied gradient was used before all its stages had come")
+
+
+@dataclass(slots=True)
+class _Letter(_Meeting):
     sent: Sequence[Tensor] | None = None
     wanted: Sequence[Tensor] | None = None
-    arrived: bool = False
 
     def match(self) -> _Letter:
         if self.sent is not None and self.wanted is not None:
@@ -69,19 +78,11 @@ class _Letter:
             self.arrived = True
         return self
 
-    def ready(self) -> bool:
-        return self.arrived
-
-    def wait(self) -> None:
-        if not self.arrived:
-            raise RuntimeError("a message was waited for before it arrived")
-
 
 @dataclass(slots=True)
-class _Sum:
+class _Sum(_Meeting):
     size: int
     gradients: list[Tensor] = field(default_factory=list)
-    arrived: bool = False
 
     def add(self, gradient: Tensor) -> _Sum:
         self.gradients.append(gradient)
@@ -94,13 +95,6 @@ class _Sum:
             self.gradients = []
             self.arrived = True
         return self
-
-    def ready(self) -> bool:
-        return self.arrived
-
-    def wait(self) -> None:
-        if not self.arrived:
-            raise RuntimeError("a tied gradient was used before it was summed")
 
 
 class Local:
@@ -158,17 +152,16 @@ class Remote:
         self._tags = dist.get_backend() == "gloo"
 
     def send(self, stage: int, word: str, micro_batch: int, tensors: Sequence[Tensor]) -> Message:
-        peer = stage + 1 if word == "F" else stage - 1
-        works = [dist.isend(raw(t), peer, self._groups[word], self._tag(micro_batch, i, len(tensors))) for i, t in enumerate(tensors)]
-        return _Works([work for work in works if work is not None])
+        return self._start(dist.isend, stage + 1 if word == "F" else stage - 1, word, micro_batch, tensors)
 
     def receive(self, stage: int, word: str, micro_batch: int, tensors: Sequence[Tensor]) -> Message:
-        peer = stage - 1 if word == "F" else stage + 1
-        works = [dist.irecv(raw(t), peer, self._groups[word], self._tag(micro_batch, i, len(tensors))) for i, t in enumerate(tensors)]
-        return _Works([work for work in works if work is not None])
+        return self._start(dist.irecv, stage - 1 if word == "F" else stage + 1, word, micro_batch, tensors)
 
-    def _tag(self, micro_batch: int, index: int, count: int) -> int:
-        return micro_batch * count + index if self._tags else 0
+    def _start(self, call: Callable[..., dist.Work | None], peer: int, word: str, micro_batch: int, tensors: Sequence[Tensor]) -> Message:
+        """One isend or irecv a tensor."""
+        tags = [micro_batch * len(tensors) + i if self._tags else 0 for i in range(len(tensors))]
+        works = [call(raw(tensor), peer, self._groups[word], tag) for tensor, tag in zip(tensors, tags, strict=True)]
+        return _Works([work for work in works if work is not None])
 
     def reduce(self, stage: int, group: int, gradient: Tensor) -> Message:
         work = dist.all_reduce(gradient, group=self._tied[group], async_op=True)
