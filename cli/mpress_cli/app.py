@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from mpress import __version__
 from mpress.errors import BrokenPlanError, InputError, MpressError
+from mpress.options import Options
+from mpress.plan import ScheduleKind
+from mpress.recipe import Optimizer, Precision
 from mpress_cli.console import INTERRUPTED, OK, SCHEMA_VERSION, Streams
-
-if TYPE_CHECKING:
-    from mpress.driver import Options
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
@@ -66,24 +65,24 @@ def command(
     MODEL.py is your file.  Two files are written: MODEL_mpress.py (run it with torchrun) and MODEL.schedule.json.
     """
     streams = Streams(json)
-    request = _Request(
-        model=model,
-        gpus=gpus,
-        machine=machine,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        precision=precision,
-        optimizer=optimizer,
-        gap=gap,
-        reserve=reserve,
-        work_limit=work_limit,
-        model_args=tuple(model_arg or ()),
-        out=out,
-        dry_run=dry_run,
-    )
     try:
-        return _dump(request, streams) if dump_fx else _plan(request, streams)
+        options = Options(
+            model=model,
+            gpus=gpus,
+            machine=machine,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            schedule=ScheduleKind(schedule),
+            precision=Precision(precision),
+            optimizer=Optimizer(optimizer),
+            gap=gap,
+            reserve=reserve,
+            work_limit=work_limit,
+            model_args=tuple(_pair(text) for text in model_arg or ()),
+            out=out,
+            dry_run=dry_run,
+        )
+        return _dump(options, streams) if dump_fx else _plan(options, streams)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not tear the message
         return streams.refuse(_Interrupted("interrupted", "interrupted before any plan was found; nothing was written"))
@@ -104,53 +103,8 @@ def command(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The command line as it was typed."""
-
-    model: str
-    gpus: int
-    machine: str
-    micro_batch: int
-    micro_batches: int
-    schedule: str
-    precision: str
-    optimizer: str
-    gap: float
-    reserve: float
-    work_limit: float
-    model_args: tuple[str, ...]
-    out: Path
-    dry_run: bool
-
-
-def _options(request: _Request) -> Options:
-    pairs = tuple(_pair(text) for text in request.model_args)
-    from mpress.driver import Options  # late: imports torch and the solver
-    from mpress.plan import ScheduleKind
-    from mpress.recipe import Optimizer, Precision
-
-    return Options(
-        model=request.model,
-        gpus=request.gpus,
-        machine=request.machine,
-        micro_batch=request.micro_batch,
-        micro_batches=request.micro_batches,
-        schedule=ScheduleKind(request.schedule),
-        precision=Precision(request.precision),
-        optimizer=Optimizer(request.optimizer),
-        gap=request.gap,
-        reserve=request.reserve,
-        work_limit=request.work_limit,
-        model_args=pairs,
-        out=request.out,
-        dry_run=request.dry_run,
-    )
-
-
-def _plan(request: _Request, streams: Streams) -> int:
-    options = _options(request)
-    from mpress import driver
+def _plan(options: Options, streams: Streams) -> int:
+    from mpress import driver  # late: imports torch and the solver
     from mpress_cli import render
 
     outcome = driver.plan_model(options, streams.progress)
@@ -162,9 +116,8 @@ def _plan(request: _Request, streams: Streams) -> int:
     return OK
 
 
-def _dump(request: _Request, streams: Streams) -> int:
-    options = _options(request)
-    from mpress import driver
+def _dump(options: Options, streams: Streams) -> int:
+    from mpress import driver  # late, as above
 
     text = driver.dump_fx(options, streams.progress)
     if streams.machine_readable:

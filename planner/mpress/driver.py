@@ -22,10 +22,11 @@ from mpress.fold import fold
 from mpress.graph import Graph
 from mpress.machine import Machine, load_machine
 from mpress.modes import build_workload
-from mpress.plan import Plan, ScheduleKind
+from mpress.options import Options
+from mpress.plan import Plan
 from mpress.problem import Problem
 from mpress.program import CellProgram
-from mpress.recipe import Optimizer, Precision, Recipe
+from mpress.recipe import Recipe
 from mpress.simulate import Replay
 from mpress.solve.explain import unplanned
 from mpress.solve.search import Solution, plan
@@ -36,26 +37,6 @@ from mpress.verify import verify
 from mpress.workload import Workload
 
 Progress = Callable[[str, float | None, str], None]  # (step, seconds or None while it runs, what it found)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user asked for.  model: "model.py" or "model.py:factory"; work_limit: deterministic units of solver work, 0 = default."""
-
-    model: str
-    gpus: int
-    machine: str
-    micro_batch: int
-    micro_batches: int
-    schedule: ScheduleKind
-    precision: Precision
-    optimizer: Optimizer
-    gap: float
-    reserve: float
-    work_limit: float
-    model_args: tuple[tuple[str, str], ...]
-    out: Path
-    dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import pytest
 
 import mpress.driver
 from made_report import report
-from mpress.driver import Options, Outcome, Progress, file_names
+from mpress.driver import Outcome, Progress, file_names
 from mpress.errors import BrokenPlanError, InfeasibleError, InputError
+from mpress.options import Options
 from mpress.plan import ScheduleKind
 from mpress_cli.app import run
 
