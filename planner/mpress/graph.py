@@ -2,6 +2,7 @@
 
 A Graph is one micro-batch of forward, loss and backward as eager autograd runs it.  Operators are in execution order.
 A Tensor is a view on a Storage (shape, stride, offset in elements); memory belongs to storages only.
+A tensor made from Python values is the output of an operator `mpress.literal.default` with args (shape, flat values, Name of the dtype).
 Arguments are literals, `Ref(tensor_id)`, or (nested) tuples of these; dtypes, layouts and devices are `Name`s such as "float32".
 """
 
@@ -25,6 +26,7 @@ class Kind(Enum):
     BUFFER = "buffer"
     INPUT = "input"
     COMPUTED = "computed"
+    SETUP = "setup"  # made once while the model was built, to fill a buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,18 @@ Argument = Literal | Ref | Name | tuple["Argument", ...]
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes in memory.  `saved` = autograd saves it from forward to backward (parameters may be saved too)."""
+    """Bytes in memory.  `saved` = autograd saves it from forward to backward (parameters may be saved too).
+
+    born, dies: the ops that allocate it and after which the eager step frees it (Python names and autograd let go); -1 where it is
+    there before the step, outlives it, or is not known.
+    """
 
     id: int
     bytes: Bytes
     kind: Kind
     saved: bool
+    born: int = -1
+    dies: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,9 @@ class Op:
     mutates: tensor ids written in place.
     random: the draw depends on the generator; `random_key` is "<module path>#<n-th draw of that module in the forward>".
     forward_op: for backward ops, the id of the forward op it differentiates, -1 if it has none (sums of gradients).
+    repeats: for ops the user's own checkpoint runs again in the backward, the forward op that is repeated; -1 for all others.
+       What differentiates a repeated op has the forward op as its forward_op.
+    atom: the name of the user's autograd.Function whose forward or backward the op belongs to, "" outside of any.
     """
 
     id: int
@@ -110,6 +121,8 @@ class Op:
     random_key: str
     flops: Flops
     bytes_moved: Bytes
+    repeats: int = -1
+    atom: str = ""
 
     @property
     def name(self) -> str:
@@ -125,6 +138,20 @@ class Parameter:
     tensor: int
     trainable: bool
     elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer of the module.  persistent: it is part of the state_dict.
+
+    initial: the tensor that Graph.setup makes its first value, -1 where building the model does not tell (then a state_dict must).
+    """
+
+    names: tuple[str, ...]
+    tensor: int
+    elements: int
+    persistent: bool
+    initial: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +178,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One recorded micro-batch.  `seed` is the backward tensor autograd starts from (gradient of the loss, a ones_like)."""
+    """One recorded micro-batch.  `seed` is the backward tensor autograd starts from (gradient of the loss, a ones_like).
+
+    setup: operators run once, before training, that give buffers their first values (their ids are indices into `setup`).
+    checkpoints: regions the user's own code recomputes.  assumptions: what was taken from the example inputs or for granted, in words.
+    """
 
     model: str
     micro_batch: int
@@ -159,11 +190,19 @@ class Graph:
     tensors: tuple[Tensor, ...]
     storages: tuple[Storage, ...]
     parameters: tuple[Parameter, ...]
-    buffers: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
     inputs: tuple[Input, ...]
     loss: int
     seed: int
     contributions: tuple[Contribution, ...]
+    setup: tuple[Op, ...] = ()
+    checkpoints: int = 0
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def holders(self) -> tuple[Parameter | Buffer, ...]:
+        """Everything of the module's state: parameters, then buffers."""
+        return (*self.parameters, *self.buffers)
 
 
 def references(argument: Argument) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Machine:
         self.tensors = {tensor.id: tensor for tensor in graph.tensors}
         torch.manual_seed(7)
         self.always = {}
-        for parameter in (*graph.parameters, *graph.buffers):
+        for parameter in graph.holders:
             self.always[parameter.tensor] = self.random(parameter.tensor)
         for given in graph.inputs:
             info = self.tensors[given.tensor]

@@ -9,7 +9,7 @@ from mpress.cells import Cell
 from mpress.dataflow import alias_source
 from mpress.emit.names import LocalNames, parameter_name, relative
 from mpress.errors import InputError
-from mpress.graph import Argument, Graph, Kind, Name, Op, Ref
+from mpress.graph import Argument, Buffer, Graph, Kind, Name, Op, Parameter, Ref
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _METHODS = frozenset(
@@ -26,7 +26,7 @@ class Expressions:
         self._graph, self._cell, self._names = graph, cell, names
         self._maker = {t: graph.ops[i] for i in (*cell.forward, *cell.backward) for t in graph.ops[i].outputs if t >= 0}
         self._tensors = {tensor.id: tensor for tensor in graph.tensors}
-        self._parameter = {self._tensors[p.tensor].storage: p for p in (*graph.parameters, *graph.buffers)}
+        self._parameter: dict[int, Parameter | Buffer] = {self._tensors[p.tensor].storage: p for p in graph.holders}
 
     def tensor(self, tensor: int) -> str:
         """A local, a parameter, a user input, or a chain of views on one of these."""

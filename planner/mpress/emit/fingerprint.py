@@ -14,7 +14,9 @@ def fingerprint(graph: Graph) -> str:
         digest.update(repr((op.target, op.args, op.kwargs, op.outputs, op.phase.value, op.forward_op, op.random_key)).encode())
     for tensor in graph.tensors:
         digest.update(repr((tensor.storage, tensor.shape, tensor.stride, tensor.offset, tensor.dtype, tensor.name)).encode())
-    for entry in (*graph.parameters, *graph.buffers):
+    for entry in graph.parameters:
         digest.update(repr((entry.names, entry.tensor, entry.trainable)).encode())
+    for buffer in graph.buffers:
+        digest.update(repr((buffer.names, buffer.tensor)).encode())
     digest.update(repr((graph.micro_batch, graph.loss, graph.seed, graph.contributions)).encode())
     return digest.hexdigest()

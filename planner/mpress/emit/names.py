@@ -53,7 +53,7 @@ def relative(name: str, prefix: str) -> str:
 
 def parameter_name(graph: Graph, cell: Cell, canonical: str) -> str:
     """The name under which this cell's modules know a parameter: `lm_head.weight` in the head although it is tied to `wte.weight`."""
-    entry = next(p for p in (*graph.parameters, *graph.buffers) if p.names[0] == canonical)
+    entry = next(p for p in graph.holders if p.names[0] == canonical)
     if len(entry.names) > 1:
         storage = graph.tensors[entry.tensor].storage
         for index in cell.forward:

@@ -19,7 +19,7 @@ def to_fx(graph: Graph) -> fx.GraphModule:
     """
     export = fx.Graph()
     nodes: dict[int, fx.Node] = {}
-    for holder in (*graph.parameters, *graph.buffers):
+    for holder in graph.holders:
         nodes[holder.tensor] = export.placeholder(_identifier(holder.names[0]))
     for item in graph.inputs:
         nodes[item.tensor] = export.placeholder(_identifier(item.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mpress.graph import Argument, Contribution, Graph, Input, Op, Parameter, Phase, Ref, Storage, Tensor, reads, references
+from mpress.graph import Argument, Buffer, Contribution, Graph, Input, Op, Parameter, Phase, Ref, Storage, Tensor, reads, references
 from mpress.trace.recorder import Call, Memory, Recorder
 from mpress.units import Bytes, Flops
 
@@ -74,7 +74,7 @@ def lower(
         tensors=tuple(ids.tensors),
         storages=storages,
         parameters=tuple(Parameter(p.names, ids.tensor(p.value), p.trainable, p.elements) for p in parameters),
-        buffers=tuple(Parameter(b.names, ids.tensor(b.value), False, b.elements) for b in buffers),
+        buffers=tuple(Buffer(b.names, ids.tensor(b.value), b.elements, persistent=True, initial=-1) for b in buffers),
         inputs=tuple(Input(i.name, ids.tensor(i.value), i.low, i.high) for i in inputs),
         loss=ids.tensor(loss),
         seed=ids.tensor(recorder.seed),
