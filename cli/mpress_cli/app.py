@@ -11,7 +11,7 @@ import typer
 
 from mpress import __version__
 from mpress.errors import BrokenPlanError, InputError, MpressError
-from mpress.options import Options
+from mpress.options import Attention, Options
 from mpress.plan import ScheduleKind
 from mpress.recipe import Optimizer, Precision
 from mpress_cli.console import INTERRUPTED, OK, SCHEMA_VERSION, Streams
@@ -47,6 +47,9 @@ def command(
     optimizer: Annotated[
         Literal["adamw", "sgd", "sgd-momentum"], typer.Option("--optimizer", help="decides the optimizer's state")
     ] = "adamw",
+    attention: Annotated[
+        Literal["auto", "flash", "efficient", "math"], typer.Option("--attention", help="kernel of attention; auto: torch's choice")
+    ] = "auto",
     gap: Annotated[float, typer.Option("--gap", help="stop when this close to the best plan, proven")] = 0.01,
     reserve: Annotated[float, typer.Option("--reserve", help="share of each GPU left to context, libraries, fragmentation")] = 0.05,
     work_limit: Annotated[
@@ -81,6 +84,7 @@ def command(
             model_args=tuple(_pair(text) for text in model_arg or ()),
             out=out,
             dry_run=dry_run,
+            attention=Attention(attention),
         )
         return _dump(options, streams) if dump_fx else _plan(options, streams)
     except KeyboardInterrupt:

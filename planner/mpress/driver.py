@@ -32,6 +32,7 @@ from mpress.solve.explain import unplanned
 from mpress.solve.search import Solution, plan
 from mpress.trace.fx_export import to_fx
 from mpress.trace.record import trace
+from mpress.trace.semantics import Semantics
 from mpress.units import Seconds
 from mpress.verify import verify
 from mpress.workload import Workload
@@ -131,7 +132,11 @@ def _check(bench: Bench) -> str:
 def _trace(bench: Bench) -> str:
     options = bench.options
     bench.graph = trace(
-        options.model, model_args=dict(options.model_args), micro_batch=options.micro_batch, precision=options.precision.value
+        options.model,
+        model_args=dict(options.model_args),
+        micro_batch=options.micro_batch,
+        precision=options.precision.value,
+        semantics=Semantics(attention=options.attention),
     )
     return f"{len(bench.graph.ops)} operators, {sum(p.elements for p in bench.graph.parameters):,} parameters"
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from mpress.plan import ScheduleKind
 from mpress.recipe import Optimizer, Precision
+
+
+class Attention(Enum):
+    """The kernel of scaled_dot_product_attention; AUTO is the one torch would choose on a GPU."""
+
+    AUTO = "auto"
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+
+class View(Enum):
+    """Whose operators a trace shows: those of a GPU, or torch on a CPU exactly as the user would run it there."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +44,4 @@ class Options:
     model_args: tuple[tuple[str, str], ...]
     out: Path
     dry_run: bool
+    attention: Attention = Attention.AUTO

@@ -21,13 +21,20 @@ from mpress.graph import Graph, Kind
 from mpress.trace.lower import Given, Named, lower
 from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
 from mpress.trace.recorder import Recorder
-from mpress.trace.semantics import gpu_semantics
+from mpress.trace.semantics import Semantics, gpu_semantics
 from mpress.trace.source import entry, error_source, forget_sources
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trace(path: str, *, model_args: Mapping[str, str], micro_batch: int, precision: str) -> Graph:
+def trace(
+    path: str,
+    *,
+    model_args: Mapping[str, str],
+    micro_batch: int,
+    precision: str,
+    semantics: Semantics = Semantics(),  # noqa: B008  # frozen
+) -> Graph:
     """Trace "model.py" (or "model.py:factory") at `micro_batch` samples with parameters and inputs in fp32, bf16 or fp16.
 
     Raises InputError for a file that cannot be loaded and a model that cannot be planned.
@@ -42,11 +49,17 @@ def trace(path: str, *, model_args: Mapping[str, str], micro_batch: int, precisi
     model = build(model_file)
     positional, keyword = example_inputs(model_file, micro_batch)
     with _collector_off():
-        return _record(model_file, model, positional, keyword, micro_batch, dtype)
+        return _record(model_file, model, positional, keyword, micro_batch, dtype, semantics)
 
 
 def _record(
-    model_file: ModelFile, model: nn.Module, positional: tuple[Any, ...], keyword: dict[str, Any], micro_batch: int, dtype: torch.dtype
+    model_file: ModelFile,
+    model: nn.Module,
+    positional: tuple[Any, ...],
+    keyword: dict[str, Any],
+    micro_batch: int,
+    dtype: torch.dtype,
+    semantics: Semantics,
 ) -> Graph:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     paths = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
@@ -72,7 +85,7 @@ def _record(
         tensor: Any = recorder.values[parameter.value].item
         if parameter.trainable:
             tensor.register_hook(_on_gradient(recorder, arrived, parameter.names[0]))
-    loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword)
+    loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword, semantics)
     reached = {name for name, _ in arrived}
     for parameter in parameters:
         if parameter.trainable and parameter.names[0] not in reached:
@@ -144,13 +157,14 @@ def _step(
     mode: FakeTensorMode,
     positional: tuple[Any, ...],
     keyword: dict[str, Any],
+    semantics: Semantics,
 ) -> int:
     """Forward, loss and backward under the recorder; returns the value of the loss."""
     try:
         with (
             fence(model_file.folder / model_file.file),
             redirect_stdout(sys.stderr),
-            gpu_semantics(tracing=True),
+            gpu_semantics(True, semantics),
             _module_hooks(recorder),
             _quiet_fakes(),
             torch.autograd.set_multithreading_enabled(False),

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from mpress.errors import InputError
+from mpress.options import Attention, View
 from mpress.trace.source import current_source
+
+
+@dataclass(frozen=True, slots=True)
+class Semantics:
+    """What a trace shows: the view, and the attention kernel of the CUDA view."""
+
+    view: View = View.CUDA
+    attention: Attention = Attention.AUTO
+
 
 _tracing = False
 _dropout: Callable[..., Any] = torch.dropout
@@ -44,7 +55,7 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @contextmanager
-def gpu_semantics(tracing: bool) -> Iterator[None]:
+def gpu_semantics(tracing: bool, semantics: Semantics = Semantics()) -> Iterator[None]:
     """Install the replacements; with tracing=False they only wait to be imported by name (while a model file loads)."""
     global _tracing
     places: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -57,7 +68,7 @@ def gpu_semantics(tracing: bool) -> Iterator[None]:
     try:
         for owner, name, replacement in places:
             setattr(owner, name, replacement)
-        _tracing = tracing or was
+        _tracing = (tracing and semantics.view is View.CUDA) or was
         yield
     finally:
         _tracing = was
