@@ -39,13 +39,22 @@ def trace(
 
     Raises InputError for a file that cannot be loaded and a model that cannot be planned.
     """
+    return trace_file(open_model(path, model_args), micro_batch=micro_batch, precision=precision, semantics=semantics)
+
+
+def open_model(path: str, model_args: Mapping[str, str]) -> ModelFile:
+    """Load a model file anew, to trace it once or at several sizes."""
+    forget_sources()
+    return load(path, model_args)
+
+
+def trace_file(model_file: ModelFile, *, micro_batch: int, precision: str, semantics: Semantics) -> Graph:
+    """As `trace`, of a model file that is loaded already; the model is built anew each time."""
     dtype = _PRECISIONS.get(precision)
     if dtype is None:
         raise InputError("precision", f"'{precision}' is not a precision", "--precision", f"use one of {', '.join(sorted(_PRECISIONS))}")
     if micro_batch < 1:
         raise InputError("micro-batch", f"a micro-batch of {micro_batch} samples is empty", "--micro-batch", "use 1 or more")
-    forget_sources()
-    model_file = load(path, model_args)
     model = build(model_file)
     positional, keyword = example_inputs(model_file, micro_batch)
     with _collector_off():
@@ -72,9 +81,7 @@ def _record(
             return value
         target = dtype if value.is_floating_point() else value.dtype
         fake = _fake(fake_mode, torch.empty_strided(value.shape, value.stride(), dtype=target, device="meta"))
-        whole = not value.is_floating_point() and not value.is_complex() and value.numel() > 0
-        low, high = (int(value.min()), int(value.max())) if whole else (0, 0)
-        given.append(Given(name, recorder.adopt(fake, Kind.INPUT, name), low, high))
+        given.append(Given(name, recorder.adopt(fake, Kind.INPUT, name), *value_range(value)))
         return fake
 
     names = _input_names(model, len(positional))
@@ -93,6 +100,12 @@ def _record(
             hint = "freeze it with requires_grad_(False), or remove it from the model"
             raise InputError("no-gradient", f"parameter '{name}' gets no gradient from the loss", name, hint)
     return lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived))
+
+
+def value_range(value: torch.Tensor) -> tuple[int, int]:
+    """The least and greatest value of an integer input, (0, 0) of any other."""
+    whole = not value.is_floating_point() and not value.is_complex() and value.numel() > 0
+    return (int(value.min()), int(value.max())) if whole else (0, 0)
 
 
 def _fake(mode: FakeTensorMode, meta: torch.Tensor) -> torch.Tensor:
