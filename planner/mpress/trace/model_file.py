@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mpress.errors import InputError, MpressError
+from mpress.trace.construction import Construction, Values
 from mpress.trace.semantics import gpu_semantics
 from mpress.trace.source import error_source
 
@@ -150,9 +151,10 @@ def _call(model: ModelFile, name: str, function: Callable[..., Any], arguments: 
         raise InputError("model-file", f"{name} failed: {type(error).__name__}: {error}", place, hint) from None
 
 
-def build(model: ModelFile) -> nn.Module:
-    """Build the user's model on the meta device (no weight is allocated), in training mode."""
-    with fence(model.folder / model.file), gpu_semantics(tracing=False), torch.device("meta"):
+def build(model: ModelFile, construction: Construction | None = None) -> nn.Module:
+    """Build the user's model on the meta device (no weight is allocated), in training mode; `construction` notes where values come from."""
+    construction = construction or Construction()
+    with fence(model.folder / model.file), gpu_semantics(tracing=False), torch.device("meta"), Values(construction), construction:
         module = _call(model, model.factory_name, model.factory, model.arguments)
     if not isinstance(module, nn.Module):
         kind = type(module).__name__

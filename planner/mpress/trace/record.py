@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_map
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Graph, Kind
+from mpress.trace.construction import Construction
 from mpress.trace.lower import Given, Named, lower
 from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
 from mpress.trace.recorder import Recorder
 from mpress.trace.semantics import Semantics, gpu_semantics
+from mpress.trace.setup import first_values, with_setup
 from mpress.trace.source import entry, error_source, forget_sources
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,10 +57,12 @@ def trace_file(model_file: ModelFile, *, micro_batch: int, precision: str, seman
         raise InputError("precision", f"'{precision}' is not a precision", "--precision", f"use one of {', '.join(sorted(_PRECISIONS))}")
     if micro_batch < 1:
         raise InputError("micro-batch", f"a micro-batch of {micro_batch} samples is empty", "--micro-batch", "use 1 or more")
-    model = build(model_file)
+    construction = Construction()
+    model = build(model_file, construction)
+    made = first_values(model, construction)
     positional, keyword = example_inputs(model_file, micro_batch)
     with _collector_off():
-        return _record(model_file, model, positional, keyword, micro_batch, dtype, semantics)
+        return with_setup(_record(model_file, model, positional, keyword, micro_batch, dtype, semantics), made)
 
 
 def _record(

@@ -22,6 +22,7 @@ from mpress.trace.source import NOWHERE, current_source
 
 ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
 _engine: Any = torch.autograd  # private functions, absent from torch's stubs
+_STATISTICS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"})
 _ADDS = ("aten.add.Tensor", "aten.add_.Tensor")
 
 
@@ -81,6 +82,11 @@ def _traits(func: Any) -> Traits:
     positional = tuple(i for i, a in enumerate(arguments) if not a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
     keywords = tuple(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
     return Traits(str(func), positional, keywords, torch.Tag.nondeterministic_seeded in func.tags)
+
+
+def _hidden_writes(target: str, args: tuple[Any, ...]) -> list[Any]:
+    """Running statistics, which batch normalisation writes in training although its schema does not say so."""
+    return list(args[3:5]) if target in _STATISTICS and args[5] else []
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
@@ -251,6 +257,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         call_args = tuple([self._argument(a, operands) for a in args])
         call_kwargs = tuple([(key, self._argument(kwargs[key], operands)) for key in sorted(kwargs)])
         mutates = [args[i] for i in traits.writes if i < len(args)] + [kwargs[k] for k in traits.keyword_writes if k in kwargs]
+        mutates += _hidden_writes(traits.target, args)
         written = tuple([self.find(t) for t in mutates if isinstance(t, torch.Tensor)])
         before = len(self.memories)
         multi = isinstance(result, tuple | list)
