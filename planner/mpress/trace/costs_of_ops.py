@@ -33,9 +33,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def moved_bytes(target: str, operands: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    """Bytes read and written.  A gather reads of its table only as much as it returns."""
+    """Bytes read and written.  A gather reads of its table as much as it returns, a row as often as it is asked for."""
     written = sum(_bytes(t) for t in outputs)
     read = [_bytes(t) for t in operands]
     if target in _GATHERS and read:
-        read[0] = min(read[0], written)
+        read[0] = written
     return sum(read) + written
