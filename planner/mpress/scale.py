@@ -30,6 +30,7 @@ SAMPLED: dict[type, tuple[str, ...]] = {Input: ("low", "high")}
 Ranges = tuple[tuple[int, int], ...]  # low..high of every input
 
 _EXACT = 2**53  # whole floats beyond are rounded
+_PROBED = 1025  # two ways to write a share are the same if they agree to the last bit at all sizes below
 _LISTS = {"ops": "operators", "setup": "operators of the setup"}
 
 
@@ -66,12 +67,19 @@ class Law:
     def contradiction(self, recorded: Graph) -> str:
         """Where the law is not what was recorded at another size, in words; "" if it predicts it exactly."""
         try:
-            _fit(None, self.at(recorded.micro_batch), recorded, False)
-        except _Differs as found:
-            return found.words()
+            predicted = self.at(recorded.micro_batch)
         except (OverflowError, ZeroDivisionError) as error:
             return f"a number cannot be predicted: {error}"
-        return ""
+        return difference(predicted, recorded)
+
+
+def difference(first: Graph, second: Graph) -> str:
+    """Where two graphs differ, in words; "" if they are the same.  Ranges of inputs do not count, and nan is the same as nan."""
+    try:
+        _fit(None, first, second, False)
+    except _Differs as found:
+        return found.words()
+    return ""
 
 
 def fit(first: Graph, second: Graph) -> Law | NoLaw:
@@ -231,17 +239,19 @@ def _fit_record(sizes: _Sizes | None, kind: Any, first: Any, second: Any) -> obj
 
 
 def _fit_float(sizes: _Sizes | None, first: float, second: float, varies: bool) -> object:
-    """A whole number, 1 over a whole number, or a constant over the size - if it gives both floats exactly."""
+    """A whole number, 1 over a whole number, or a constant over the size: if it gives both floats exactly, and no other does."""
     if sizes is not None and varies and 0 < abs(first) < _EXACT and 0 < abs(second) < _EXACT:
         if first.is_integer() and second.is_integer():
             line = sizes.line(int(first), int(second))
             if line is not None:
                 return _Whole(line)
         line = sizes.line(round(1 / first), round(1 / second)) if abs(first) <= 1 and abs(second) <= 1 else None
-        whole = first * sizes.first
-        for share in (_Share(1.0, line) if line else None, _Share(whole, _Line(0, 1))):
-            if share and share.value(sizes.first) == first and share.value(sizes.second) == second:
-                return share
+        shares = [_Share(first * sizes.first, _Line(0, 1))] + (
+            [_Share(1.0, line)] if line and line.slope and line.slope * line.base >= 0 else []
+        )
+        found = [share for share in shares if share.value(sizes.first) == first and share.value(sizes.second) == second]
+        if found and all(share.value(size) == found[0].value(size) for share in found for size in range(1, _PROBED)):
+            return found[0]
     words = f"at size {sizes.first} and {second!r} at size {sizes.second} follow no known law" if sizes else f"becomes {second!r}"
     raise _Differs(f"{first!r} {words}")
 
