@@ -1,8 +1,9 @@
 """The law of micro-batch sizes: two recordings of one model fix every number of the Graph as a line a + b*B over the size B.
 
-`fit` compares the recordings field by field.  A quantity (`QUANTITIES`) may differ between them and becomes a line over whole numbers;
-everything else - targets, dataflow, names, ids, lengths - must be equal, or there is no law.  A field added to the Graph later must be
-equal until it is declared a quantity.  A float may also be c / (a + b*B), as in a mean, where this gives both floats to the last bit.
+`fit` compares the recordings field by field.  A quantity (`QUANTITIES`) may differ between them and becomes a line over whole numbers, also
+where it stands inside words; everything else - targets, dataflow, names, ids, lengths - must be equal, or there is no law.  A field added to
+the Graph later must be equal until it is declared a quantity.  A float may also be c / (a + b*B), as in a mean, where this gives both floats
+to the last bit.
 
 Two points lie on any line: a law counts only after `Law.contradiction` found nothing against a recording at a third size.
 The range of an integer input is read off the example inputs at each size and follows no law; `Law.at` takes it as given.
@@ -10,6 +11,7 @@ The range of an integer input is read off the example inputs at each size and fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
@@ -17,7 +19,7 @@ from typing import Any, cast
 from mpress.graph import Buffer, Graph, Input, Op, Parameter, Storage, Tensor
 
 QUANTITIES: dict[type, tuple[str, ...]] = {
-    Graph: ("micro_batch",),
+    Graph: ("micro_batch", "assumptions"),
     Tensor: ("shape", "stride", "offset"),
     Storage: ("bytes",),
     Op: ("args", "kwargs", "flops", "bytes_moved"),
@@ -30,6 +32,7 @@ SAMPLED: dict[type, tuple[str, ...]] = {Input: ("low", "high")}
 Ranges = tuple[tuple[int, int], ...]  # low..high of every input
 
 _EXACT = 2**53  # whole floats beyond are rounded
+_NUMBER = re.compile(r"([0-9]+)")
 _PROBED = 1025  # two ways to write a share are the same if they agree to the last bit at all sizes below
 _LISTS = {"ops": "operators", "setup": "operators of the setup"}
 
@@ -139,6 +142,16 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
+class _Words:
+    """A text with whole numbers in it."""
+
+    items: tuple[str | _Line, ...]
+
+    def value(self, batch: int) -> str:
+        return "".join([str(_evaluate(item, batch)) for item in self.items])
+
+
+@dataclass(frozen=True, slots=True)
 class _Items:
     """A tuple with something in it that varies."""
 
@@ -159,7 +172,7 @@ class _Record:
         return self.kind(**{name: _evaluate(item, batch) for name, item in self.items})
 
 
-_FORMS = frozenset((_Line, _Whole, _Share, _Items, _Record))
+_FORMS = frozenset((_Line, _Whole, _Share, _Words, _Items, _Record))
 
 
 def _evaluate(form: object, batch: int) -> object:
@@ -192,6 +205,8 @@ def _fit(sizes: _Sizes | None, first: Any, second: Any, varies: bool) -> object:
         return first if repr(first) == repr(second) else _fit_float(sizes, first, second, varies)  # repr: nan equals nan, -0.0 is not 0.0
     if first == second:
         return first
+    if sizes is not None and varies and kind is str:
+        return _fit_words(sizes, first, second)
     if sizes is None or kind is not int or not varies:
         raise _Differs(f"{_show(first)} becomes {_show(second)}")
     line = sizes.line(first, second)
@@ -254,6 +269,24 @@ def _fit_float(sizes: _Sizes | None, first: float, second: float, varies: bool) 
             return found[0]
     words = f"at size {sizes.first} and {second!r} at size {sizes.second} follow no known law" if sizes else f"becomes {second!r}"
     raise _Differs(f"{first!r} {words}")
+
+
+def _fit_words(sizes: _Sizes, first: str, second: str) -> object:
+    """Words that differ in whole numbers only."""
+    words = [_NUMBER.split(text) for text in (first, second)]
+    if len(words[0]) != len(words[1]):
+        raise _Differs(f"{_show(first)} becomes {_show(second)}")
+    items = []
+    for a, b in zip(*words, strict=True):
+        line = sizes.line(int(a), int(b)) if a != b and _whole(a) and _whole(b) else None
+        if a != b and line is None:
+            raise _Differs(f"{_show(first)} becomes {_show(second)}")
+        items.append(line or a)
+    return _Words(tuple(items))
+
+
+def _whole(text: str) -> bool:
+    return text.isdecimal() and str(int(text)) == text
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {}
