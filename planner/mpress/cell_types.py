@@ -36,6 +36,8 @@ class _Writer:
                 lines += self._new
                 self._new = []
         lines.append(f"outputs {self._list(cell.outputs)} gradients {self._list(cell.gradient_inputs)} {self._list(cell.gradient_outputs)}")
+        for word, storages in (("shared", cell.shared), ("borrowed", cell.borrowed), ("carried", cell.carried)):
+            lines.append(f"{word} {[self._storages.setdefault(s, len(self._storages)) for s in storages]}")
         for index in cell.contributions:
             contribution = graph.contributions[index]
             lines.append(f"contribution {self._relative(contribution.parameter)} {self._tensor(contribution.tensor)}")

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 class Cell:
     """One link of the chain.  All tuples are in a canonical order, so equal cells correspond position by position.
 
+    What a later cell needs of an earlier one passes through all cells between: it is an input and an output of each of them.
+
     name: "h.3", "h.3/2" (second part of a block) or "wte..drop" for ops outside blocks; prefix: "h.3." or "".
-    forward, backward: op ids in execution order (view ops included).
-    inputs: tensor ids computed in earlier cells that this cell's forward uses (usually one).
+    forward, backward: op ids in execution order (view ops included; views of what enters come first and are in several cells).
+    inputs: tensor ids computed in earlier cells that this cell or a later one uses, newest first (usually one).
     user_inputs: tensor ids of the module's inputs it uses.  parameters, buffers: canonical names it uses, in order of first use.
-    outputs: tensor ids its forward makes that later cells use in their forward (the loss for the last cell).
-    gradient_inputs: backward tensors made by later cells that its backward uses: exactly the gradients of its outputs
-       (for the last cell: the seed), in the order of `outputs`, -1 where an output has no gradient.
-    gradient_outputs: gradients of its `inputs`, in the order of `inputs`, -1 where an input has none.
-    contributions: indices into Graph.contributions whose tensors this cell's backward makes.
+    outputs: tensor ids that later cells use: the next cell's inputs (the loss for the last cell).
+    gradient_inputs: backward tensors made by later cells that this cell's backward or an earlier one's uses (for the last cell: the seed).
+    gradient_outputs: those made by this cell or a later one that earlier cells' backwards use: the gradient_inputs of the cell before.
+    contributions: indices into Graph.contributions: gradients of the parameters its forward uses.
+    shared: storages this cell and another one save for their backwards.  borrowed: those an earlier cell saves too, so that in one stage
+       they are there already.  carried: storages a stage that begins behind this cell holds for each micro-batch because cells of it save
+       what cells before it saved too.
     """
 
     index: int
@@ -38,6 +42,9 @@ class Cell:
     gradient_inputs: tuple[int, ...]
     gradient_outputs: tuple[int, ...]
     contributions: tuple[int, ...]
+    shared: tuple[int, ...]
+    borrowed: tuple[int, ...]
+    carried: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

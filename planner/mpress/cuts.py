@@ -1,50 +1,49 @@
-"""Where a forward may be cut in two: exactly one whole, contiguous, differentiable tensor crosses, and one gradient comes back.
+"""Where a forward may be cut in two, and what crosses there: tensors on the way forward, gradients on the way back.
 
 A position p stands between the forward ops p-1 and p of the graph's forward.  Backward ops have the position of the forward op they
-differentiate; a sum of gradients has the earliest position among the producers of what it adds.
+differentiate (or repeat); a sum of gradients has the earliest position among the producers of what it adds.  Memory crosses once: where
+several views of one storage are needed behind a cut, the tensor that allocated it crosses and the views are taken again behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mpress.graph import Graph, Kind, Phase, Storage, Tensor, reads
+from mpress.dataflow import alias_source
+from mpress.graph import Graph, Kind, Op, Phase, Storage, Tensor, reads
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What crosses one place: `down` forward tensors, `up` their gradients (not one to one), newest first.
+
+    shared: how many of the storages of `down` are saved for the backward on both sides of the cut.  bytes: of all of `down`.
+    """
+
+    down: tuple[int, ...]
+    up: tuple[int, ...]
+    shared: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """forward: ids of forward ops in order.  home[op]: position of every op.  crossing[p]: how many computed tensors cross p.
+    """forward: ids of forward ops in order.  home[op]: position of every op.  cuts[p]: what crosses p, None where no cut may be.
 
-    valid[p]: p is a place to cut; tensor[p] and gradient[p] are what crosses it then (forward and backward).
+    homes_of_contributions: position of the forward use of the parameter each contribution belongs to.
     """
 
     forward: tuple[int, ...]
     home: tuple[int, ...]
-    crossing: tuple[int, ...]
-    valid: tuple[bool, ...]
-    tensor: tuple[int, ...]
-    gradient: tuple[int, ...]
+    homes_of_contributions: tuple[int, ...]
+    cuts: tuple[Cut | None, ...]
 
 
-class _Sweep:
-    """Counts intervals over positions: how many cover p, and the sum of their tensor ids (the id itself where only one does)."""
-
-    def __init__(self, size: int) -> None:
-        self._count = [0] * (size + 1)
-        self._ids = [0] * (size + 1)
-
-    def cover(self, first: int, last: int, tensor: int) -> None:
-        """Cover the positions first..last."""
-        if first <= last:
-            self._count[first] += 1
-            self._count[last + 1] -= 1
-            self._ids[first] += tensor
-            self._ids[last + 1] -= tensor
-
-    def totals(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Counts and sums of ids by position."""
-        return tuple(accumulate(self._count[:-1])), tuple(accumulate(self._ids[:-1]))
+def find_positions(graph: Graph) -> Positions:
+    """Sweep the whole graph once for places to cut."""
+    return _Survey(graph).positions()
 
 
 def homes(graph: Graph, forward: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,8 +54,8 @@ def homes(graph: Graph, forward: tuple[int, ...]) -> tuple[int, ...]:
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
             home[op.id] = position[op.id]
-        elif op.forward_op >= 0:
-            home[op.id] = position[op.forward_op]
+        elif op.forward_op >= 0 or op.repeats >= 0:
+            home[op.id] = position[max(op.forward_op, op.repeats)]
         else:
             known = [home[producer[t]] for t in reads(op) if t in producer]
             gradients = [home[producer[t]] for t in reads(op) if t in producer and graph.ops[producer[t]].phase is Phase.BACKWARD]
@@ -65,78 +64,192 @@ def homes(graph: Graph, forward: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(home)
 
 
-def whole(tensor: Tensor, storage: Storage) -> bool:
-    """The tensor is all of its storage, laid out contiguously: it can be sent and received as it is."""
+def dense(tensor: Tensor, storage: Storage) -> bool:
+    """The tensor is all of its storage without gaps, in some order of its dimensions: it can be sent and received as it is."""
     expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
         if size != 1 and stride != expected:
             return False
         expected *= size
-    return tensor.offset == 0 and expected * _ITEM_BYTES[tensor.dtype] == storage.bytes
+    return tensor.offset == 0 and expected * ITEM_BYTES[tensor.dtype] == storage.bytes
 
 
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-    "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 
-def find_positions(graph: Graph) -> Positions:
-    """Sweep the whole graph once for places to cut."""
-    forward = tuple(op.id for op in graph.ops if op.phase is Phase.FORWARD)
-    home = homes(graph, forward)
-    size = len(forward) + 1
-    made: dict[int, int] = {}
-    for op in graph.ops:
-        made.update((output, op.id) for output in op.outputs if output >= 0)
-    last_read: dict[int, int] = {}
-    gradient_first: dict[int, int] = {}
-    earliest_backward_read: dict[int, int] = {}
-    down, up, forbidden = _Sweep(size), _Sweep(size), _Sweep(size)
-    born: dict[int, int] = {}
-    for op in graph.ops:
-        here = home[op.id]
-        for tensor in reads(op):
-            producer = made.get(tensor)
-            storage = graph.tensors[tensor].storage
-            if op.phase is Phase.BACKWARD:
-                earliest_backward_read[storage] = min(here, earliest_backward_read.get(storage, here))
-            if producer is None:
-                continue
-            there = home[producer]
-            if graph.ops[producer].phase is Phase.FORWARD:
-                last_read[tensor] = max(here, last_read.get(tensor, here))
-                forbidden.cover(here + 1, there, 0)  # a backward that needs what a later op of the forward made
-            else:
-                gradient_first[tensor] = min(here, gradient_first.get(tensor, here))
-                forbidden.cover(there + 1, here, 0)  # a gradient that would flow forwards
-        for tensor in op.mutates:
-            if graph.storages[graph.tensors[tensor].storage].kind is Kind.COMPUTED:
-                forbidden.cover(born.get(graph.tensors[tensor].storage, 0) + 1, here, 0)
-        for tensor in op.outputs:
-            if tensor >= 0:
-                born.setdefault(graph.tensors[tensor].storage, here)
-    for tensor, last in last_read.items():
-        down.cover(home[made[tensor]] + 1, last, tensor)
-    for tensor, first in gradient_first.items():
-        up.cover(first + 1, home[made[tensor]], tensor)
-    crossing, tensors = down.totals()
-    returning, gradients = up.totals()
-    blocked, _ = forbidden.totals()
+@dataclass(slots=True)
+class _Crossing:
+    """A storage on its way: made at `made` (a position), its tensors with the farthest position each is needed at."""
 
-    def is_valid(p: int) -> bool:
-        if not (0 < p < len(forward) and crossing[p] == 1 and returning[p] == 1 and blocked[p] == 0):
-            return False
-        tensor, gradient = graph.tensors[tensors[p]], graph.tensors[gradients[p]]
-        storage = graph.storages[tensor.storage]
-        return (
-            tensor.differentiable
-            and storage.kind is Kind.COMPUTED
-            and whole(tensor, storage)
-            and gradient.shape == tensor.shape
-            and earliest_backward_read.get(tensor.storage, p) >= p
+    root: int
+    made: int
+    needed: dict[int, int]
+
+    def at(self, p: int, downwards: bool) -> tuple[int, ...]:
+        """The tensors of it that are needed on the far side of p."""
+        return tuple(t for t, far in self.needed.items() if (far >= p if downwards else far < p))
+
+
+class _Blocked:
+    """Counts intervals of positions that must stay together."""
+
+    def __init__(self, size: int) -> None:
+        self._steps = [0] * (size + 1)
+
+    def cover(self, first: int, last: int) -> None:
+        """No cut at the positions first..last."""
+        if first <= last:
+            self._steps[first] += 1
+            self._steps[last + 1] -= 1
+
+    def counts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self._steps[:-1]))
+
+
+class _Survey:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.forward = tuple(op.id for op in graph.ops if op.phase is Phase.FORWARD)
+        self.home = homes(graph, self.forward)
+        self.size = len(self.forward) + 1
+        self.made: dict[int, Op] = {}
+        self.roots: dict[int, int] = {}
+        self.down: dict[int, _Crossing] = {}
+        self.up: dict[int, _Crossing] = {}
+        self.blocked = _Blocked(self.size)
+        self.saved: dict[int, tuple[int, int]] = {}  # storage -> earliest and latest position whose backward reads it
+
+    def positions(self) -> Positions:
+        graph, home = self.graph, self.home
+        self._stay_together()
+        for op in graph.ops:
+            here = home[op.id]
+            for tensor in reads(op):
+                self._read(tensor, here, op.phase)
+            for output in op.outputs:
+                if output >= 0:
+                    self.made.setdefault(output, op)
+        contributions = self._contributions()
+        return Positions(self.forward, home, contributions, self._cuts())
+
+    def _root(self, tensor: int) -> int:
+        """The tensor that allocated the storage (or a leaf), through views and in-place results."""
+        known = self.roots.get(tensor)
+        if known is None:
+            source = alias_source(self.made.get(tensor), tensor, self.graph.tensors)
+            known = self.roots[tensor] = tensor if source is None or source == tensor else self._root(source)
+        return known
+
+    def _read(self, tensor: int, here: int, phase: Phase) -> None:
+        """Note that an op at position `here` needs `tensor`."""
+        storage = self.graph.tensors[tensor].storage
+        if phase is Phase.BACKWARD:
+            first, last = self.saved.get(storage, (here, here))
+            self.saved[storage] = min(first, here), max(last, here)
+        root = self._root(tensor)
+        maker = self.made.get(root)
+        if maker is None and root != self.graph.seed:
+            return  # parameters, buffers and inputs are where they are needed
+        there = self.home[maker.id] if maker is not None else len(self.forward) - 1
+        forward = maker is not None and maker.phase is Phase.FORWARD
+        if forward and here < there:
+            self.blocked.cover(here + 1, there)  # a backward that needs what a later op of the forward made
+        elif not forward and here > there:
+            self.blocked.cover(there + 1, here)  # a gradient that would flow forwards
+        else:
+            table = self.down if forward else self.up
+            crossing = table.setdefault(storage, _Crossing(root, there, {}))
+            if crossing.root != root:
+                self.blocked.cover(min(there, here, crossing.made) + 1, max(there, here, crossing.made))  # one storage from two makers
+            far = crossing.needed.get(tensor, there)
+            crossing.needed[tensor] = max(far, here) if forward else min(far, here)
+
+    def _stay_together(self) -> None:
+        """What writes to one memory, and what reads a written buffer, cannot be parted."""
+        born: dict[int, int] = {}
+        touched: dict[int, list[int]] = {}
+        written: set[int] = set()
+        for op in self.graph.ops:
+            here = self.home[op.id]
+            for tensor in (*reads(op), *op.mutates):
+                storage = self.graph.storages[self.graph.tensors[tensor].storage]
+                if storage.kind is not Kind.COMPUTED:
+                    touched.setdefault(storage.id, []).append(here)
+            for tensor in op.mutates:
+                storage = self.graph.storages[self.graph.tensors[tensor].storage]
+                if storage.kind is Kind.COMPUTED:
+                    first = born.get(storage.id, here)
+                    self.blocked.cover(min(first, here) + 1, max(first, here))
+                else:
+                    written.add(storage.id)
+            for tensor in op.outputs:
+                if tensor >= 0:
+                    born.setdefault(self.graph.tensors[tensor].storage, here)
+        for storage_id in written:
+            self.blocked.cover(min(touched[storage_id]) + 1, max(touched[storage_id]))
+
+    def _contributions(self) -> tuple[int, ...]:
+        """A gradient arrives where the forward uses the parameter, even when a later op made it (the addend of an addition)."""
+        storages = {p.names[0]: self.graph.tensors[p.tensor].storage for p in self.graph.parameters}
+        users: dict[int, list[int]] = {storage: [] for storage in storages.values()}
+        for index, number in enumerate(self.forward):
+            for tensor in reads(self.graph.ops[number]):
+                found = users.get(self.graph.tensors[tensor].storage)
+                if found is not None:
+                    found.append(index)
+        places: list[int] = []
+        for contribution in self.graph.contributions:
+            maker = self.made.get(contribution.tensor)
+            there = self.home[maker.id] if maker is not None else len(self.forward) - 1
+            here = max((p for p in users[storages[contribution.parameter]] if p <= there), default=there)
+            if here < there:
+                self._read(contribution.tensor, here, Phase.BACKWARD)
+            places.append(here)
+        return tuple(places)
+
+    def _cuts(self) -> tuple[Cut | None, ...]:
+        blocked = self.blocked.counts()
+        down = _by_position(self.size, ((c, c.made + 1, max(c.needed.values())) for c in self.down.values()))
+        up = _by_position(self.size, ((c, min(c.needed.values()) + 1, c.made) for c in self.up.values()))
+        cuts: list[Cut | None] = [None]
+        for p in range(1, self.size - 1):
+            cuts.append(self._cut(p, down[p], up[p]) if blocked[p] == 0 else None)
+        return (*cuts, None)
+
+    def _cut(self, p: int, down: list[_Crossing], up: list[_Crossing]) -> Cut | None:
+        tensors = [self._representative(c, c.at(p, True)) for c in down]
+        gradients = [self._representative(c, c.at(p, False)) for c in up]
+        if not tensors or -1 in tensors or -1 in gradients:
+            return None
+        storages = [self.graph.tensors[t].storage for t in tensors]
+        return Cut(
+            down=tuple(sorted(tensors, key=self._age, reverse=True)),
+            up=tuple(sorted(gradients, key=self._age, reverse=True)),
+            shared=sum(first < p <= last for first, last in (self.saved.get(s, (p, p)) for s in storages)),
+            bytes=sum(self.graph.storages[s].bytes for s in storages),
         )
 
-    valid = tuple(is_valid(p) for p in range(size))
-    return Positions(forward, home, crossing, valid, tensors, gradients)
+    def _age(self, tensor: int) -> tuple[int, int]:
+        maker = self.made.get(tensor)
+        return (-1 if maker is None else maker.id, tensor)
+
+    def _representative(self, crossing: _Crossing, tensors: tuple[int, ...]) -> int:
+        """The tensor of a storage that crosses: the only one needed, else the root; -1 if it cannot be sent."""
+        storage = self.graph.storages[self.graph.tensors[crossing.root].storage]
+        for tensor in (*tensors[:1], crossing.root) if len(tensors) == 1 else (crossing.root,):
+            if dense(self.graph.tensors[tensor], storage):
+                return tensor
+        return -1
+
+
+def _by_position(size: int, intervals: Iterable[tuple[_Crossing, int, int]]) -> list[list[_Crossing]]:
+    found: list[list[_Crossing]] = [[] for _ in range(size)]
+    for crossing, first, last in intervals:
+        for p in range(first, last + 1):
+            found[p].append(crossing)
+    return found

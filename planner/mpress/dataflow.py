@@ -8,7 +8,7 @@ Only storages of kind COMPUTED are counted: parameters, buffers and the module's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpress.cells import Cell
@@ -23,7 +23,8 @@ class Dataflow:
     roots: forward storage -> root tensors the backward may need it by (one, unless several inputs or outputs share the storage).
     natural: storages the backward reads from the forward, i.e. what is saved when everything is kept.
     inputs: storages of the cell's inputs.  mutated: storages written in place by the forward, the position of the last write.
-    rebuildable: forward storages that can be recomputed.
+    rebuildable: forward storages that can be recomputed.  fixed: storages that must stay where they are, because other cells save them too
+       or the caller holds them: never swapped.
     """
 
     cell: Cell
@@ -37,6 +38,7 @@ class Dataflow:
     inputs: frozenset[int]
     mutated: Mapping[int, int]
     rebuildable: frozenset[int]
+    fixed: frozenset[int]
 
     def storage(self, tensor: int) -> int | None:
         """The counted storage of a tensor, None when it is not counted."""
@@ -83,7 +85,7 @@ class Dataflow:
         return tuple(sorted(needed.values(), key=lambda op: self.position[op.id])), frozenset(inputs)
 
 
-def alias_source(op: Op | None, output: int, tensors: Mapping[int, Tensor]) -> int | None:
+def alias_source(op: Op | None, output: int, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> int | None:
     """The argument that `output` of `op` is a view of, or was written into; None when `op` allocated it (or there is no op)."""
     if op is None or not (op.view or op.mutates):
         return None
@@ -103,7 +105,7 @@ def study(graph: Graph, cell: Cell) -> Dataflow:
     mutated = {tensors[t].storage: place for index, place in position.items() for t in ops[index].mutates}
     # a buffer written anywhere in the step has another value when the backward runs
     unstable = {tensors[t].storage for op in graph.ops for t in op.mutates if tensors[t].storage not in sizes}
-    flow = Dataflow(cell, ops, tensors, sizes, position, maker, {}, frozenset(), frozenset(), mutated, frozenset())
+    flow = Dataflow(cell, ops, tensors, sizes, position, maker, {}, frozenset(), frozenset(), mutated, frozenset(), frozenset())
 
     inputs = {storage for t in cell.inputs if (storage := flow.storage(t)) is not None}
     anchors: dict[int, list[int]] = {}
@@ -118,16 +120,18 @@ def study(graph: Graph, cell: Cell) -> Dataflow:
     rebuildable: set[int] = set()
     for index in cell.forward:
         op = ops[index]
-        if op.view or op.mutates:
+        if op.view or op.mutates or op.atom:
             continue
         place = position[index]
         stable = all(tensors[t].storage not in unstable and mutated.get(tensors[t].storage, -1) < place for t in reads(op))
         if stable and all(s in rebuildable or s in natural or s in inputs for s in flow.read_storages(op)):
             rebuildable |= {s for s in flow.made_storages(op) if s not in mutated and s not in inputs}
-    return Dataflow(cell, ops, tensors, sizes, position, maker, roots, natural, frozenset(inputs), mutated, frozenset(rebuildable))
+    can = frozenset(rebuildable) - frozenset(cell.shared)
+    fixed = frozenset(cell.shared) | {s for t in cell.outputs if (s := flow.storage(t)) is not None}
+    return Dataflow(cell, ops, tensors, sizes, position, maker, roots, natural, frozenset(inputs), mutated, can, fixed)
 
 
 def droppable(graph: Graph, cell: Cell) -> frozenset[int]:
-    """Saved storages of the cell that may be recomputed: made by the cell, never written in place (draws repeat by their key)."""
+    """Saved storages of the cell that may be recomputed: made by the cell alone, never written in place (draws repeat by their key)."""
     flow = study(graph, cell)
     return flow.natural & flow.rebuildable

@@ -49,8 +49,8 @@ def write_program(flow: Dataflow, recompute: Collection[int], swap: Collection[i
 
 
 def swappable(flow: Dataflow, carried: Collection[int]) -> frozenset[int]:
-    """Carried storages that one root restores; where several tensors share a storage only keeping it keeps the sharing."""
-    return frozenset(storage for storage in carried if len(flow.roots[storage]) == 1)
+    """Carried storages that one root restores and nobody else holds; where several tensors share one, only keeping it keeps the sharing."""
+    return frozenset(storage for storage in carried if len(flow.roots[storage]) == 1) - flow.fixed
 
 
 def _forward(flow: Dataflow, carried: frozenset[int], away: frozenset[int]) -> tuple[tuple[Line, ...], tuple[int, ...]]:
@@ -122,8 +122,8 @@ def _backward(flow: Dataflow, carried: frozenset[int], closure: tuple[Op, ...], 
             there.update(s for s, _ in step.binds)
             steps.append(step)
 
-    arriving = {t for t in cell.gradient_inputs if t >= 0}
-    first = _Step([], set(), [(s, t) for t in cell.gradient_inputs if t >= 0 and (s := flow.storage(t)) is not None])
+    arriving = set(cell.gradient_inputs)
+    first = _Step([], set(), [(s, t) for t in cell.gradient_inputs if (s := flow.storage(t)) is not None])
     steps.append(first)
     grads: dict[int, list[int]] = {}  # the op after which a contribution is complete, -1 for an arriving gradient
     for number in cell.contributions:
@@ -145,7 +145,7 @@ def _backward(flow: Dataflow, carried: frozenset[int], closure: tuple[Op, ...], 
         load(step, op)
         steps.append(step)
         add_grads(index)
-    held = {s for t in (*cell.gradient_inputs, *cell.gradient_outputs) if t >= 0 and (s := flow.storage(t)) is not None}
+    held = {s for t in (*cell.gradient_inputs, *cell.gradient_outputs) if (s := flow.storage(t)) is not None}
     return _with_deletes(steps, held)
 
 

@@ -15,7 +15,10 @@ from mpress.units import Bytes
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one cell and one micro-batch.  resident: kept between forward and backward; swapped: copied away in between."""
+    """Bytes of one cell and one micro-batch.  resident: kept between forward and backward; swapped: copied away in between.
+
+    What the cell borrows (an earlier cell of the stage saves it, or the stage carries it) counts nowhere.
+    """
 
     forward_peak: Bytes
     backward_peak: Bytes
@@ -25,15 +28,17 @@ class Footprint:
 
 def footprint(flow: Dataflow, program: CellProgram) -> Footprint:
     """Walk both functions of the program; `flow` is the study of its cell."""
+    borrowed = frozenset(flow.cell.borrowed)
     kept: set[int] = set()
     swapped: set[int] = set()
     for line in program.forward:
         if line.verb in (Verb.SAVE, Verb.SWAP_OUT):
             (kept if line.verb is Verb.SAVE else swapped).update(flow.tensors[t].storage for t in line.tensors)
+    kept -= borrowed
     carried = kept | swapped
-    arriving = {s for t in flow.cell.gradient_inputs if t >= 0 and (s := flow.storage(t)) is not None}
+    arriving = {s for t in flow.cell.gradient_inputs if (s := flow.storage(t)) is not None}
     return Footprint(
-        forward_peak=_peak(flow, program, Verb.COMPUTE, set(flow.inputs), flow.inputs | carried),
+        forward_peak=_peak(flow, program, Verb.COMPUTE, set(flow.inputs - borrowed), flow.inputs | carried),
         backward_peak=_peak(flow, program, Verb.RECOMPUTE, carried | arriving, arriving),
         resident=Bytes(sum(flow.sizes[s] for s in kept)),
         swapped=Bytes(sum(flow.sizes[s] for s in swapped)),

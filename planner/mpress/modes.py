@@ -6,7 +6,7 @@ or equals in memory, traffic and time is dropped.
 
 from __future__ import annotations
 
-from mpress.cells import Cell, Chain
+from mpress.cells import Chain
 from mpress.costs import backward_seconds, check_precision, forward_seconds, optimizer_seconds_per_element, recompute_seconds
 from mpress.dataflow import Dataflow, study
 from mpress.errors import InputError
@@ -122,13 +122,13 @@ def _cost(graph: Graph, chain: Chain, flow: Dataflow, device: Device, ties: dict
     known = {parameter.names[0]: parameter for parameter in graph.parameters}
     parameters = [known[name] for name in cell.parameters]
     trainable = [parameter.elements for parameter in parameters if parameter.trainable]
-    output, gradient = _boundary(graph, chain, cell)
     return CellCost(
         name=cell.name,
         forward_seconds=forward_seconds(flow, device),
         backward_seconds=backward_seconds(graph, flow, device),
-        output_bytes=output,
-        gradient_bytes=gradient,
+        output_bytes=_storage_bytes(graph, cell.outputs),
+        gradient_bytes=_storage_bytes(graph, cell.gradient_inputs),
+        carried_bytes=Bytes(sum(graph.storages[s].bytes for s in cell.carried)),
         input_bytes=_storage_bytes(graph, cell.user_inputs),
         parameter_elements=sum(parameter.elements for parameter in parameters),
         trainable_elements=sum(trainable),
@@ -139,24 +139,9 @@ def _cost(graph: Graph, chain: Chain, flow: Dataflow, device: Device, ties: dict
     )
 
 
-def _boundary(graph: Graph, chain: Chain, cell: Cell) -> tuple[Bytes, Bytes]:
-    """Bytes over the cut after the cell: what later cells still need of all that was made up to here, and the gradients of it.
-
-    Tensors that skip cells cross every cut on their way.  For the last cell: the loss and the seed.
-    """
-    if cell.index == len(chain.cells) - 1:
-        return _storage_bytes(graph, cell.outputs), _storage_bytes(graph, cell.gradient_inputs)
-    crossing: dict[int, int] = {}  # tensor -> its gradient
-    for before in chain.cells[: cell.index + 1]:
-        crossing |= dict(zip(before.outputs, before.gradient_inputs, strict=True))
-    later = {tensor for after in chain.cells[cell.index + 1 :] for tensor in after.inputs}
-    here = {tensor: gradient for tensor, gradient in crossing.items() if tensor in later}
-    return _storage_bytes(graph, tuple(here)), _storage_bytes(graph, tuple(here.values()))
-
-
 def _storage_bytes(graph: Graph, tensors: tuple[int, ...]) -> Bytes:
-    """Bytes of the storages of these tensors, each once; -1 stands for none."""
-    wanted = {graph.tensors[t].storage for t in tensors if t >= 0}
+    """Bytes of the storages of these tensors, each once."""
+    wanted = {graph.tensors[t].storage for t in tensors}
     return Bytes(sum(graph.storages[s].bytes for s in wanted))
 
 

@@ -97,6 +97,7 @@ class _Rank:
     lead: int
     outputs: int
     input_gradient: int
+    carried: int
     steps: list[tuple[str, int, int]] = field(default_factory=list)
     position: int = 0
     now: float = 0.0
@@ -156,6 +157,7 @@ class _Replayer:
             lead=stage.prefetch_lead,
             outputs=int(types[-1].output_bytes),
             input_gradient=int(work.types[work.cells[stage.first - 1]].gradient_bytes) if stage.first else 0,
+            carried=int(work.types[work.cells[stage.first - 1]].carried_bytes) if stage.first else 0,
         )
         rank.static = state_bytes(work, self.plan, s)
         rank.inputs = sum(cost.input_bytes for cost in types) * self.plan.micro_batches
@@ -246,6 +248,8 @@ class _Replayer:
             rank.resident -= mode.resident_bytes
             rank.charge("B", k, mode.backward_peak_bytes, mode.resident_bytes + mode.swapped_bytes)
             seconds = rank.backward[i]
+            if i == 0:
+                rank.resident -= rank.carried
         rank.now += seconds
         rank.busy += seconds
 
@@ -272,6 +276,7 @@ class _Replayer:
                 rank.now, rank.origin = transfer.end, transfer.origin
             size = self._message_bytes(word, rank.stage - 1 if word == "F" else rank.stage + 1)
         rank.receiving -= size
+        rank.resident += rank.carried if word == "F" else 0
         self.trail.append((word, rank.stage, rank.origin))
         rank.origin = len(self.trail) - 1
         rank.position += 1

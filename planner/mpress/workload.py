@@ -38,6 +38,8 @@ class Mode:
 @dataclass(frozen=True, slots=True)
 class CellCost:
     """A cell type.  output_bytes: what crosses a cut right after it (forward); gradient_bytes: what comes back over that cut.
+    carried_bytes: what a stage that begins right after it keeps for each micro-batch beside its cells' resident bytes: storages that cells
+    on both sides save (an encoder's output); the cells' modes count such a storage in the first cell that saves it only.
     input_bytes: the module's own inputs (token ids, targets) the cell reads, per micro-batch; a stage holds them for all M
     micro-batches during the whole step, so modes never count them.
 
@@ -50,6 +52,7 @@ class CellCost:
     backward_seconds: Seconds
     output_bytes: Bytes
     gradient_bytes: Bytes
+    carried_bytes: Bytes
     input_bytes: Bytes
     parameter_elements: int
     trainable_elements: int

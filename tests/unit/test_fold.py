@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpress.cells import Chain, Segment
-from mpress.errors import BrokenPlanError, InputError
+from mpress.errors import BrokenPlanError
 from mpress.fold import check_chain, fold, segments
 from mpress.graph import Graph, reads
 from mpress.trace.record import trace
@@ -140,21 +140,96 @@ class Net(nn.Module):
     assert [cell.name for cell in chain.cells][:3] == ["first", "second", "third"]
 
 
-def test_a_skip_connection_is_refused(tmp_path: Path) -> None:
-    body = """
+SKIP = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
 
     def forward(self, x):
         a = self.blocks[0](x)
-        b = self.blocks[1](a)
-        return self.blocks[2](b) + a
+        b = self.blocks[2](self.blocks[1](a))
+        return self.blocks[4](self.blocks[3](b) + a)
 """
-    with pytest.raises(InputError) as caught:
-        _written(tmp_path, body)
-    assert caught.value.code == "skip-connection" and caught.value.where == "model.py:13" and "blocks.0" in caught.value.message
+
+
+def test_a_skip_connection_passes_through_the_cells_between(tmp_path: Path) -> None:
+    _, chain = _written(tmp_path, SKIP)
+    assert [cell.name for cell in chain.cells] == [*(f"blocks.{i}" for i in range(5)), "mean"]
+    skipped = chain.cells[1].inputs[0]  # what blocks.0 made
+    assert [skipped in cell.outputs for cell in chain.cells] == [True, True, True, False, False, False]
+    assert [len(cell.outputs) for cell in chain.cells] == [1, 2, 2, 1, 1, 1]
+    assert [len(cell.gradient_outputs) for cell in chain.cells] == [0, 1, 2, 2, 1, 1]
+    # autograd saves it as the input of blocks.1 only, so nobody shares it
+    assert all(cell.shared == () and cell.carried == () for cell in chain.cells)
+
+
+def test_what_many_cells_save_is_shared(tmp_path: Path) -> None:
+    graph, chain = _written(
+        tmp_path,
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        memory = x = self.first(x)
+        for block in self.blocks:
+            x = block(x) * memory
+        return x
+""",
+    )
+    memory = graph.tensors[chain.cells[0].outputs[0]].storage
+    assert [cell.shared for cell in chain.cells] == [(), (memory,), (memory,), (memory,), (memory,)]
+    assert [cell.borrowed for cell in chain.cells] == [(), (), (memory,), (memory,), (memory,)]
+    assert [cell.carried for cell in chain.cells] == [(), (memory,), (memory,), (memory,), ()]
+    assert chain.segments == (Segment((0,), 1), Segment((1,), 1), Segment((2,), 2), Segment((3,), 1))
+
+
+def test_views_of_what_crosses_are_taken_again(tmp_path: Path) -> None:
+    graph, chain = _written(
+        tmp_path,
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        a, b = self.first(x).chunk(2, dim=-1)
+        for block in self.blocks:
+            a = block(a) + b.tanh()
+        return a
+""",
+    )
+    assert [cell.name for cell in chain.cells] == ["first", "blocks.0", "blocks.1", "blocks.2"]
+    assert len(chain.cells[1].inputs) == 1 and graph.tensors[chain.cells[1].inputs[0]].shape == (2, 8)
+    assert sum("split" in graph.ops[op].target for cell in chain.cells for op in cell.forward) >= 3
+
+
+def test_a_positional_parameter_added_whole_gets_its_gradient_where_it_is_used(tmp_path: Path) -> None:
+    graph, chain = _written(
+        tmp_path,
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.place = nn.Parameter(torch.zeros(2, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x) + self.place
+        for block in self.blocks:
+            x = block(x)
+        return x
+""",
+    )
+    owner = [cell.name for cell in chain.cells if any(graph.contributions[n].parameter == "place" for n in cell.contributions)]
+    assert owner == [cell.name for cell in chain.cells if "place" in cell.parameters] and len(owner) == 1
 
 
 @pytest.mark.parametrize(

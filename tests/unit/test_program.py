@@ -222,7 +222,7 @@ def whole(graph: Graph) -> Cell:
     names = tuple(parameter.names[0] for parameter in graph.parameters)
     buffers = tuple(buffer.names[0] for buffer in graph.buffers)
     every = tuple(range(len(graph.contributions)))
-    return Cell(0, 0, "all", "", forward, backward, (), inputs, names, buffers, (graph.loss,), (graph.seed,), (), every)
+    return Cell(0, 0, "all", "", forward, backward, (), inputs, names, buffers, (graph.loss,), (graph.seed,), (), every, (), (), ())
 
 
 def choices(flow: Dataflow) -> Iterator[tuple[frozenset[int], frozenset[int]]]:

@@ -96,7 +96,7 @@ def test_json_document_has_the_promised_keys_and_plain_numbers() -> None:
 
 def chain(*names: str) -> Chain:
     empty: tuple[int, ...] = ()
-    cells = tuple(Cell(i, 0, name, "", empty, empty, empty, empty, (), (), empty, empty, empty, empty) for i, name in enumerate(names))
+    cells = tuple(Cell(i, 0, name, "", empty, empty, empty, empty, (), (), *(empty,) * 7) for i, name in enumerate(names))
     return Chain(cells, (0,), ())
 
 

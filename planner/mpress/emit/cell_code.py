@@ -33,13 +33,13 @@ def cell_functions(graph: Graph, cell: Cell, program: CellProgram, stem: str, us
     writer = _Writer(graph, cell, program)
     names = writer.names
     inputs = ", ".join(names.of(t) for t in cell.inputs)
-    gradients = ", ".join(names.of(t) for t in cell.gradient_inputs if t >= 0)
+    gradients = ", ".join(names.of(t) for t in cell.gradient_inputs)
     text = [f"def {stem}_fwd(c, p{', ' + inputs if inputs else ''}):", *_docstring(used_by, writer.decisions())]
     text += writer.body(program.forward)
     text += [f"    return {_returned([writer.expressions.tensor(t) for t in cell.outputs])}", "", ""]
     text.append(f"def {stem}_bwd(c, p{', ' + gradients if gradients else ''}):")
     text += writer.body(program.backward)
-    results = [writer.expressions.tensor(t) for t in cell.gradient_outputs if t >= 0]
+    results = [writer.expressions.tensor(t) for t in cell.gradient_outputs]
     if results:
         text.append(f"    return {_returned(results)}")
     elif not program.backward:

@@ -65,10 +65,17 @@ def parameter_name(graph: Graph, cell: Cell, canonical: str) -> str:
     return canonical
 
 
+def writes_into(graph: Graph, op: Op, output: int) -> bool:
+    """The output is the memory the operator wrote in place: it keeps the name it had."""
+    storage = graph.tensors[output].storage
+    return any(graph.tensors[t].storage == storage for t in op.mutates)
+
+
 class LocalNames:
     """Unique names for every tensor a cell function binds: its inputs, incoming gradients, and results of non-view operators."""
 
     def __init__(self, graph: Graph, cell: Cell) -> None:
+        self._graph = graph
         self._names: dict[int, str] = {}
         for tensor in cell.inputs:
             self._bind(tensor, "x")
@@ -92,7 +99,7 @@ class LocalNames:
             base = "g" if op.forward_op < 0 else f"g_{stem}"
             suffixes = _OUTPUTS.get(op.name, ())
             for place, tensor in enumerate(op.outputs):
-                if tensor < 0:
+                if tensor < 0 or writes_into(graph, op, tensor):
                     continue
                 owner = owners.get(graph.tensors[tensor].storage)
                 suffix = suffixes[place] if place < len(suffixes) else ""
@@ -116,7 +123,7 @@ class LocalNames:
         assert op.phase is Phase.FORWARD
         first = ""
         for place, tensor in enumerate(op.outputs):
-            if tensor >= 0:
+            if tensor >= 0 and not writes_into(self._graph, op, tensor):
                 suffix = suffixes[place] if place < len(suffixes) else ""
                 name = self._bind(tensor, base + suffix)
                 first = first or name

@@ -164,11 +164,11 @@ def _tied(graph: Graph, chain: Chain, plan: Plan) -> list[Json]:
 
 
 def _edge(graph: Graph, chain: Chain, cut: int) -> Json:
-    """Tensors that cross the cut before cell `cut`: forward, and the gradient (or none) of each."""
+    """Tensors that cross the cut before cell `cut`: forward, and the gradients that come back (not one to one)."""
     cell = chain.cells[cut]
     return {
         "forward": [_tensor(graph, t) for t in cell.inputs],
-        "gradients": [_tensor(graph, t) if t >= 0 else None for t in cell.gradient_outputs],
+        "gradients": [_tensor(graph, t) for t in cell.gradient_outputs],
     }
 
 

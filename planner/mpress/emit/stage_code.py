@@ -128,17 +128,14 @@ def _parameters(graph: Graph, chain: Chain, stage: StagePlan, tables: Mapping[in
 
 def _forward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool) -> list[str]:
     swaps = bool(stage.shares)
-    variables = ", ".join(_variables("x", len(chain.cells[stage.first].inputs)))
-    lines = [] if first else [f"        {variables}{',' if ',' not in variables else ''} = c.take()"]
+    lines = [] if first else [_take("x", len(chain.cells[stage.first].inputs))]
     for run in runs(chain, stage):
         indent = "        "
         if run.count > 1:
             lines.append(f"{indent}for i in range({run.first}, {run.first + run.count}):")
             indent += "    "
         for cell, mode in run.period:
-            given = ", ".join(["", *_variables("x", len(cell.inputs))])
-            made = ", ".join(_variables("x", len(cell.outputs)))
-            lines.append(f"{indent}{made} = {stems[cell.type]}_mode{mode}_fwd({_places(cell, run)}{given})")
+            lines += _call(indent, "x", len(cell.inputs), len(cell.outputs), f"{stems[cell.type]}_mode{mode}_fwd({_places(cell, run)}")
             if swaps:
                 lines.append(f"{indent}c.free(behind={stage.drain_lag})")
     if swaps:
@@ -149,8 +146,8 @@ def _forward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool) 
 
 def _backward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool) -> list[str]:
     swaps = bool(stage.shares)
-    arriving = _variables("g", sum(t >= 0 for t in chain.cells[stage.last - 1].gradient_inputs))
-    lines = [f"        {', '.join(arriving)}{',' if len(arriving) == 1 else ''} = c.take()"]
+    arriving = len(chain.cells[stage.last - 1].gradient_inputs)
+    lines = [_take("g", arriving)] if arriving else []
     for run in reversed(runs(chain, stage)):
         indent = "        "
         if run.count > 1:
@@ -159,12 +156,27 @@ def _backward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool)
         for cell, mode in reversed(run.period):
             if swaps:
                 lines.append(f"{indent}c.prefetch(ahead={stage.prefetch_lead})")
-            given = ", ".join(["", *_variables("g", sum(t >= 0 for t in cell.gradient_inputs))])
-            made = ", ".join(_variables("g", sum(t >= 0 for t in cell.gradient_outputs)))
-            lines.append(f"{indent}{f'{made} = ' if made else ''}{stems[cell.type]}_mode{mode}_bwd({_places(cell, run)}{given})")
-    sent = () if first else chain.cells[stage.first].gradient_outputs
-    names = iter(_variables("g", sum(t >= 0 for t in sent)))
-    return [*lines, f"        return {_tuple([next(names) if t >= 0 else 'None' for t in sent])}"]
+            call = f"{stems[cell.type]}_mode{mode}_bwd({_places(cell, run)}"
+            lines += _call(indent, "g", len(cell.gradient_inputs), len(cell.gradient_outputs), call)
+    if lines and lines[-1].startswith("        del "):  # the function ends anyway
+        lines.pop()
+    sent = 0 if first else len(chain.cells[stage.first].gradient_outputs)
+    return [*lines, f"        return {_tuple(_variables('g', sent))}"]
+
+
+def _take(letter: str, count: int) -> str:
+    variables = ", ".join(_variables(letter, count))
+    return f"        {variables}{',' if count == 1 else ''} = c.take()"
+
+
+def _call(indent: str, letter: str, given: int, made: int, call: str) -> list[str]:
+    """One call of a cell function; variables it takes and does not bind again are deleted, so that nothing is held longer than planned."""
+    arguments, results = _variables(letter, given), _variables(letter, made)
+    target = f"{', '.join(results)} = " if results else ""
+    lines = [f"{indent}{target}{', '.join([call, *arguments])})"]
+    if given > made:
+        lines.append(f"{indent}del {', '.join(arguments[made:])}")
+    return lines
 
 
 def _places(cell: Cell, run: Run) -> str:

@@ -49,7 +49,7 @@ class Context:
         self.seed, self.step, self.micro_batch = seed, step, micro_batch
         self.late = 0
         self._transport, self._places = transport, swapped
-        self._inbox: tuple[Tensor | None, ...] = ()
+        self._inbox: tuple[Tensor, ...] = ()
         self._kept: dict[tuple[str, str], Tensor] = {}
         self._away: dict[str, dict[str, Away]] = {}  # by cell, then by name in the order they left
         self._cells: list[str] = []
@@ -58,7 +58,7 @@ class Context:
         self._pending = 0  # cells whose backward has not begun; counts down once the forward is over
         self._backward = False
 
-    def give(self, tensors: tuple[Tensor | None, ...], backward: bool) -> None:
+    def give(self, tensors: tuple[Tensor, ...], backward: bool) -> None:
         """The engine hands over what arrived from the neighbour and says which way we go."""
         self._inbox = tensors
         if backward:
@@ -68,7 +68,7 @@ class Context:
     def take(self) -> tuple[Tensor, ...]:
         """What arrived from the neighbouring stage; from here on the caller is its only owner."""
         tensors, self._inbox = self._inbox, ()
-        return tensors  # type: ignore[return-value]  # None only where the emitted code expects it
+        return tensors
 
     def at(self, cell: str) -> Cell:
         """The part of one cell; calling it marks the begin of the cell's forward or backward."""

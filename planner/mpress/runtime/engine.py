@@ -30,7 +30,7 @@ class Stage(Protocol):
     @staticmethod
     def fwd(c: Context, p: Parameters) -> tuple[Tensor, ...]: ...
     @staticmethod
-    def bwd(c: Context, p: Parameters) -> tuple[Tensor | None, ...]: ...
+    def bwd(c: Context, p: Parameters) -> tuple[Tensor, ...]: ...
 
 
 class Rank:
@@ -129,12 +129,9 @@ class Rank:
             context.give((torch.full_like(self.losses[-1], share),), backward=True)
         else:
             yield from self._arrived("B", k)
-            rows = iter(self._arriving.pop(("B", k))[0])
-            wanted = self.schedule.stages[self.index].gradients
-            context.give(tuple(None if row is None else next(rows) for row in wanted), backward=True)
-            del rows
+            context.give(self._arriving.pop(("B", k))[0], backward=True)
         made = self.stage.bwd(context, self.parameters)
-        self._finished = tuple(tensor for tensor in made if tensor is not None)
+        self._finished = made
         self.late += context.late
         if not context.left():
             del self._contexts[k]

@@ -35,7 +35,7 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor that crosses a cut; None in a list of gradients stands for a tensor that has none."""
+    """A tensor that crosses a cut."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -55,13 +55,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """What one rank does.  forward/gradients: tensors over the cut *after* this stage, one gradient (or None) a tensor."""
+    """What one rank does.  forward/gradients: tensors over the cut *after* this stage: forward, and gradients that come back."""
 
     index: int
     peak_bytes: int
     steps: tuple[Step, ...]
     forward: tuple[Boundary, ...]
-    gradients: tuple[Boundary | None, ...]
+    gradients: tuple[Boundary, ...]
     swapped: dict[tuple[str, str], Swapped]
 
 
@@ -122,7 +122,7 @@ def _parse(document: dict[str, Any]) -> ScheduleFile:
     for index in range(count):
         after = document["edges"][index] if index < count - 1 else {"forward": [], "gradients": []}
         forward = tuple(_boundary(row) for row in after["forward"])
-        gradients = tuple(None if row is None else _boundary(row) for row in after["gradients"])
+        gradients = tuple(_boundary(row) for row in after["gradients"])
         lines = document["actions"][str(index)]
         steps = tuple(_step(word, index) for line in lines for word in line.split())
         stages.append(StageFile(index, int(document["stages"][index]["peak_bytes"]), steps, forward, gradients, swapped[index]))

@@ -41,9 +41,9 @@ class Wires(Protocol):
         """Sum a tied gradient over the stages of tied group number `group`, in place."""
 
 
-def buffers(shapes: Sequence[Boundary | None], device: torch.device) -> tuple[Tensor, ...]:
+def buffers(shapes: Sequence[Boundary], device: torch.device) -> tuple[Tensor, ...]:
     """Empty tensors for what is about to arrive."""
-    return tuple(torch.empty_strided(b.shape, b.stride, dtype=getattr(torch, b.dtype), device=device) for b in shapes if b is not None)
+    return tuple(torch.empty_strided(b.shape, b.stride, dtype=getattr(torch, b.dtype), device=device) for b in shapes)
 
 
 def sendable(tensor: Tensor) -> Tensor:

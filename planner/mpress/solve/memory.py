@@ -108,6 +108,12 @@ class MemoryRows:
             held.add(self.code.at_cut(s, outputs), float(moment.sent_output))
         return held
 
+    def _carried(self, s: int) -> Linear:
+        """What a stage holds for each micro-batch because cells before its first one save it too."""
+        if s == 0:
+            return Linear()
+        return self.code.at_cut(s - 1, [cost.carried_bytes * self.code.byte for cost in self.types])
+
     def _rows(self, s: int, static: Linear, room: float) -> None:
         everything = self.code.quantity(s, self.resident)
         reach = self._reach(s)
@@ -116,6 +122,7 @@ class MemoryRows:
             tail = self._tail(s, word, reach)
             for number, moment in enumerate(moments(self.problem, s, word)):
                 beside = total((1.0, static), (1.0, self._boundary(s, moment)), (float(moment.others), everything))
+                beside.add(self._carried(s), float(moment.others + 1))
                 self.model.at_most(f"memory {word.value}{number}[{s}]", total((1.0, beside), (1.0, everything), (1.0, tail)), room)
                 for t, m, used, prefix in groups:
                     peak = _peak(self.types[t].modes[m], word) * self.code.byte
