@@ -32,7 +32,7 @@ def random_cost(draw: random.Random, name: str, modes: int, tie: bool) -> CellCo
         backward_seconds=Seconds(2 * forward),
         output_bytes=Bytes(output),
         gradient_bytes=Bytes(output),
-        carried_bytes=Bytes(0),
+        carried_bytes=Bytes(draw.choice([0, 0, 6])),
         input_bytes=Bytes(draw.choice([0, 0, 2])),
         parameter_elements=elements,
         trainable_elements=elements,
