@@ -21,6 +21,7 @@ CONTROLS = {
     "the checker knows no solver": ("planner/mpress/simulate.py", "import mpress.problem"),
     "one door to the solver": ("planner/mpress/problem.py", "import ortools"),
     "torch only where programs are read or run": ("planner/mpress/fold.py", "import torch"),
+    "one door to transformers": ("planner/mpress/trace/record.py", "import transformers"),
     "only the command talks to a terminal": ("planner/mpress/emit/report.py", "import rich"),
 }
 DRAWERS = {"a new module nobody placed": "planner/mpress/utils.py", "a new module of the solver": "planner/mpress/solve/misc.py"}

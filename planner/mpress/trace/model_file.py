@@ -34,7 +34,10 @@ def loss(out):              # not needed when the model returns its loss
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """The user's functions.  `name` is the file's stem; `folder` bounds where errors are looked for; `arguments` are parsed --model-arg."""
+    """The user's functions.  `name` is the file's stem; `folder` bounds where errors are looked for; `arguments` are parsed --model-arg.
+
+    assumptions: what was taken for granted in making them, in words.
+    """
 
     name: str
     file: str
@@ -44,6 +47,7 @@ class ModelFile:
     inputs: Callable[..., Any]
     loss: Callable[[Any], Any] | None
     arguments: dict[str, Value]
+    assumptions: tuple[str, ...] = ()
 
 
 def parse_value(text: str) -> Value:

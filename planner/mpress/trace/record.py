@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_map
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Graph, Kind
+from mpress.trace.as_eager import as_eager, no_hidden_draws
 from mpress.trace.construction import Construction
+from mpress.trace.hugging_face import is_configuration, open_configuration
 from mpress.trace.lower import Given, Named, lower
 from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
 from mpress.trace.recorder import Recorder
@@ -36,17 +39,24 @@ def trace(
     micro_batch: int,
     precision: str,
     semantics: Semantics = Semantics(),  # noqa: B008  # frozen
+    sequence: int = 0,
 ) -> Graph:
     """Trace "model.py" (or "model.py:factory") at `micro_batch` samples with parameters and inputs in fp32, bf16 or fp16.
 
+    Also a transformers "config.json", in sequences of `sequence` tokens (0: the default length).
     Raises InputError for a file that cannot be loaded and a model that cannot be planned.
     """
-    return trace_file(open_model(path, model_args), micro_batch=micro_batch, precision=precision, semantics=semantics)
+    return trace_file(open_model(path, model_args, sequence), micro_batch=micro_batch, precision=precision, semantics=semantics)
 
 
-def open_model(path: str, model_args: Mapping[str, str]) -> ModelFile:
-    """Load a model file anew, to trace it once or at several sizes."""
+def open_model(path: str, model_args: Mapping[str, str], sequence: int = 0) -> ModelFile:
+    """Load a model file or a transformers configuration anew, to trace it once or at several sizes."""
     forget_sources()
+    if is_configuration(path):
+        return open_configuration(path, model_args, sequence)
+    if sequence:
+        hint = "pass the length to build_model and example_inputs by --model-arg"
+        raise InputError("seq-len", "--seq-len is for transformers configurations", path, hint)
     return load(path, model_args)
 
 
@@ -62,7 +72,8 @@ def trace_file(model_file: ModelFile, *, micro_batch: int, precision: str, seman
     made = first_values(model, construction)
     positional, keyword = example_inputs(model_file, micro_batch)
     with _collector_off():
-        return with_setup(_record(model_file, model, positional, keyword, micro_batch, dtype, semantics), made)
+        graph = with_setup(_record(model_file, model, positional, keyword, micro_batch, dtype, semantics), made)
+    return replace(graph, assumptions=(*model_file.assumptions, *graph.assumptions))
 
 
 def _record(
@@ -182,6 +193,8 @@ def _step(
             fence(model_file.folder / model_file.file),
             redirect_stdout(sys.stderr),
             gpu_semantics(True, semantics),
+            as_eager(),
+            no_hidden_draws(model_file.file),
             _module_hooks(recorder),
             _quiet_fakes(),
             torch.autograd.set_multithreading_enabled(False),
