@@ -92,7 +92,9 @@ def plan_inputs(task: Task, model_class: Any, config: Any, sequence: int, file: 
     if task is Task.IMAGE_CLASSES:
         if sequence:
             raise InputError("seq-len", f"{model_class.__name__} reads images, not sequences", "--seq-len", "drop --seq-len")
-        return Sizes((_pixels(config, model_class, file), Field("labels", (), 0, _labels(config))), (words,))
+        return Sizes(
+            (_pixels(getattr(config, "vision_config", config), model_class, file), Field("labels", (), 0, _labels(config))), (words,)
+        )
     if task is Task.SPEECH_CTC:
         return _waveform(config, sequence or 160_000, words)
     vocabulary = text.vocab_size
