@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +48,7 @@ class ModelFile:
     loss: Callable[[Any], Any] | None
     arguments: dict[str, Value]
     assumptions: tuple[str, ...] = ()
+    twin: Callable[[], Any] | None = None
 
 
 def parse_value(text: str) -> Value:
@@ -119,7 +120,7 @@ def load(path: str, model_args: Mapping[str, str]) -> ModelFile:
         if not callable(function):
             raise _missing(module, place.name, name)
         functions[name] = function
-    loss = getattr(module, "loss", None)
+    loss, twin = getattr(module, "loss", None), getattr(module, "twin", None)
     return ModelFile(
         name=place.stem,
         file=place.name,
@@ -129,7 +130,24 @@ def load(path: str, model_args: Mapping[str, str]) -> ModelFile:
         inputs=functions["example_inputs"],
         loss=loss if callable(loss) else None,
         arguments={key: parse_value(value) for key, value in sorted(model_args.items())},
+        twin=twin if callable(twin) else None,
     )
+
+
+def shrunken(model: ModelFile) -> ModelFile | None:
+    """The same file with the arguments of the user's twin(), None where it defines none: the same model, small enough to run on a CPU.
+
+    twin() returns what build_model and example_inputs are to be called with, such as dict(layers=2, hidden=64); --model-arg that it does
+    not name stay.
+    """
+    if model.twin is None:
+        return None
+    with fence(model.folder / model.file):
+        given = _call(model, "twin", model.twin, {})
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        hint = "return the keyword arguments of build_model: dict(layers=2, hidden=64)"
+        raise InputError("model-file", f"twin returned {type(given).__name__}, not a dict of arguments", model.file, hint)
+    return replace(model, arguments={**model.arguments, **given})
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Value]) -> dict[str, Value]:
@@ -163,6 +181,14 @@ def build(model: ModelFile, construction: Construction | None = None) -> nn.Modu
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise InputError("model-file", f"{model.factory_name} returned {kind}, not an nn.Module", model.file, "return the model itself")
+    return module.train()
+
+
+def build_for_real(model: ModelFile) -> nn.Module:
+    """Build the user's model with real weights on the CPU, in training mode."""
+    with fence(model.folder / model.file):
+        module = _call(model, model.factory_name, model.factory, model.arguments)
+    assert isinstance(module, nn.Module), "build() has seen it"
     return module.train()
 
 

@@ -29,7 +29,7 @@ from mpress.trace.semantics import Semantics, gpu_semantics
 from mpress.trace.setup import first_values, with_setup
 from mpress.trace.source import entry, error_source, forget_sources
 
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def trace(
@@ -62,9 +62,9 @@ def open_model(path: str, model_args: Mapping[str, str], sequence: int = 0) -> M
 
 def trace_file(model_file: ModelFile, *, micro_batch: int, precision: str, semantics: Semantics) -> Graph:
     """As `trace`, of a model file that is loaded already; the model is built anew each time."""
-    dtype = _PRECISIONS.get(precision)
+    dtype = PRECISIONS.get(precision)
     if dtype is None:
-        raise InputError("precision", f"'{precision}' is not a precision", "--precision", f"use one of {', '.join(sorted(_PRECISIONS))}")
+        raise InputError("precision", f"'{precision}' is not a precision", "--precision", f"use one of {', '.join(sorted(PRECISIONS))}")
     if micro_batch < 1:
         raise InputError("micro-batch", f"a micro-batch of {micro_batch} samples is empty", "--micro-batch", "use 1 or more")
     construction = Construction()
@@ -99,9 +99,9 @@ def _record(
         given.append(Given(name, recorder.adopt(fake, Kind.INPUT, name), *value_range(value)))
         return fake
 
-    names = _input_names(model, len(positional))
-    fake_positional = tuple(_adopt_nested(adopt, name, value) for name, value in zip(names, positional, strict=True))
-    fake_keyword = {name: _adopt_nested(adopt, name, value) for name, value in keyword.items()}
+    names = input_names(model, len(positional))
+    fake_positional = tuple(adopt_nested(adopt, name, value) for name, value in zip(names, positional, strict=True))
+    fake_keyword = {name: adopt_nested(adopt, name, value) for name, value in keyword.items()}
     arrived: list[tuple[str, int]] = []
     for parameter in parameters:
         tensor: Any = recorder.values[parameter.value].item
@@ -157,14 +157,15 @@ def _adopt_state(
     return tuple(found[True]), tuple(found[False])
 
 
-def _adopt_nested(adopt: Any, name: str, value: Any) -> Any:
+def adopt_nested(adopt: Any, name: str, value: Any) -> Any:
+    """Apply adopt(name, tensor) to the tensors of one argument; those inside lists and dicts are called "name.0", "name.1"."""
     if isinstance(value, torch.Tensor):
         return adopt(name, value)
     count = iter(range(1_000_000))
     return tree_map(lambda leaf: adopt(f"{name}.{next(count)}", leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def _input_names(model: nn.Module, count: int) -> list[str]:
+def input_names(model: nn.Module, count: int) -> list[str]:
     """Names of the positional parameters of the model's forward, "input0" where it has none."""
     code = getattr(type(model).forward, "__code__", None)
     declared = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
@@ -204,7 +205,7 @@ def _step(
             saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
         ):
             result = model(*positional, **keyword)
-            loss = _scalar(model_file, result)
+            loss = scalar_loss(model_file, result)
             number = recorder.find(loss)
             for value in recorder.values:
                 value.differentiable = value.item.requires_grad
@@ -227,7 +228,7 @@ def _step(
         raise InputError("trace", message, source.place(model_file.file), hint) from None
 
 
-def _scalar(model_file: ModelFile, result: Any) -> torch.Tensor:
+def scalar_loss(model_file: ModelFile, result: Any) -> torch.Tensor:
     """The loss: the model's result if it is one number, else the user's loss(result)."""
     if not (isinstance(result, torch.Tensor) and result.numel() == 1) and model_file.loss is not None:
         result = model_file.loss(result)
