@@ -12,11 +12,11 @@ import pytest
 from mpress.cells import Chain
 from mpress.emit.cell_code import cell_functions
 from mpress.emit.fingerprint import fingerprint
-from mpress.emit.names import LocalNames, identifier, parameter_name
+from mpress.emit.names import RUNTIME, LocalNames, identifier, parameter_name
 from mpress.emit.stage_code import runs
 from mpress.errors import InputError
 from mpress.fold import fold
-from mpress.graph import Graph, Op
+from mpress.graph import Graph
 from mpress.lines import build_program
 from mpress.plan import StagePlan
 from mpress.trace.record import trace
@@ -76,7 +76,7 @@ def test_functions_bind_every_name_they_use(place: int) -> None:
     text = "\n".join(cell_functions(graph, cell, build_program(graph, cell, (), ()), "cell", "here"))
     for function in ast.parse(text).body:
         assert isinstance(function, ast.FunctionDef)
-        alive = {argument.arg for argument in function.args.args} | {"aten", "torch", "sdpa", "sdpa_bwd", "dropout", "dropout_bwd"}
+        alive = {argument.arg for argument in function.args.args} | {"aten", "torch", *RUNTIME}
         for statement in function.body:
             read = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
             assert read <= alive, f"{function.name} reads {read - alive} too early or too late"
@@ -104,12 +104,9 @@ def test_the_fingerprint_sees_the_computation_and_not_the_text() -> None:
 def test_an_operator_without_a_form_is_refused_by_name_and_line() -> None:
     graph, chain = recorded()
     cell = chain.cells[1]
-    place = next(i for i in cell.forward if "flash" in graph.ops[i].target)
-
-    def masked(op: Op) -> Op:
-        return replace(op, args=(*op.args[:3], 0.5, True)) if op.id == place else op
-
-    broken = replace(graph, ops=tuple(masked(op) for op in graph.ops))
-    with pytest.raises(InputError) as refusal:
+    place = next(i for i in cell.forward if not graph.ops[i].view)
+    drawn = replace(graph.ops[place], target="aten.unheard_of.default", random_key="h.0#0")
+    broken = replace(graph, ops=tuple(drawn if op.id == place else op for op in graph.ops))
+    with pytest.raises(InputError, match="unheard_of") as refusal:
         cell_functions(broken, cell, build_program(graph, cell, (), ()), "cell", "here")
     assert refusal.value.code == "no-form" and "gpt.py:" in refusal.value.where

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from mpress.runtime.attention import sdpa_efficient, sdpa_efficient_bwd, sdpa_flash, sdpa_flash_bwd
 from mpress.runtime.context import Context
-from mpress.runtime.ops import draw_seed, dropout, dropout_bwd, keep_mask, sdpa, sdpa_bwd
+from mpress.runtime.ops import draw_seed, dropout, dropout_bwd, keep_mask, keyed
 from mpress.runtime.parameters import Declared, Knobs, Parameters, layers
 from mpress.runtime.reference import keyed_dropout
 from mpress.runtime.transport import Transport
@@ -43,18 +44,63 @@ def test_dropout_rounds_as_aten_does(probability: float) -> None:
     assert torch.equal(dropout_bwd(g, mask, scale), aten.native_dropout_backward(g, mask, scale))
 
 
-def test_attention_is_that_of_torch() -> None:
-    q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
-    wanted = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+def qkv(heads: int = 4, queries: int = 16, keys: int = 16, requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as a transformer makes them: the sequence comes before the heads in memory."""
+    made = [torch.randn(2, n, h, 8).transpose(1, 2) for n, h in ((queries, 4), (keys, heads), (keys, heads))]
+    return tuple(t.requires_grad_(requires_grad) for t in made)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_flash_attention_is_that_of_torch(causal: bool, scale: float | None, heads: int) -> None:
+    q, k, v = qkv(heads)
+    wanted = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
     g = torch.randn_like(wanted)
-    torch.autograd.backward(wanted, g)
+    gradients = torch.autograd.grad(wanted, (q, k, v), g)
     with torch.no_grad():
-        out, lse = sdpa(q, k, v, causal=True)
-        gradients = sdpa_bwd(g, q, k, v, out, lse, causal=True)
-    assert torch.equal(out, wanted)
-    for mine, tensor in zip(gradients, (q, k, v), strict=True):
-        assert tensor.grad is not None
-        assert torch.equal(mine, tensor.grad)
+        out, lse, seed, offset = sdpa_flash(q, k, v, causal=causal, scale=scale)
+        mine = sdpa_flash_bwd(g, q, k, v, out, lse, seed, offset, causal=causal, scale=scale)
+    assert torch.equal(out, wanted) and out.stride() == q.stride() and lse.shape == (2, 4, 16) and seed.shape == (2,)
+    for found, gradient, tensor in zip(mine, gradients, (q, k, v), strict=True):
+        assert torch.equal(found, gradient) and found.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("keys", [16, 24])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+def test_efficient_attention_is_that_of_torch(keys: int, learned: bool, probability: float) -> None:
+    """Against the math form, with a bias, with the mask of the key where attention weights are dropped."""
+    q, k, v = qkv(queries=16, keys=keys)
+    bias = torch.randn(2, 1, 16, keys).requires_grad_(learned)
+    c = context().at("a")
+    keep = keep_mask((2, 4, 16, keys), probability, keyed(c, "k#0")) if probability else None
+    wanted = aten._scaled_dot_product_attention_math(q, k, v, bias, probability, False, keep)[0]
+    if keep is not None:  # the math form, written out
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + bias, -1) * keep / (1 - probability)
+        torch.testing.assert_close(wanted, weights @ v)
+    g = torch.randn_like(wanted)
+    leaves = (q, k, v, bias) if learned else (q, k, v)
+    gradients = torch.autograd.grad(wanted, leaves, g)
+    with torch.no_grad():
+        expanded = bias.expand(2, 4, 16, keys)
+        generator = keyed(c, "k#0") if probability else None
+        out, lse, seed, offset = sdpa_efficient(q, k, v, expanded, dropout=probability, generator=generator)
+        again = sdpa_efficient(q, k, v, expanded, dropout=probability, generator=keyed(c, "k#0") if probability else None)[0]
+        mine = sdpa_efficient_bwd(g, q, k, v, expanded, out, lse, seed, offset, dropout=probability, wanted=(True, True, True, learned))
+    torch.testing.assert_close(out, wanted)
+    assert torch.equal(out, again) and (mine[3] is None) == (not learned)
+    for place, gradient in enumerate(gradients):
+        found = mine[place]
+        assert found is not None
+        torch.testing.assert_close(found.sum(1, keepdim=True) if place == 3 else found, gradient)
+
+
+def test_attention_that_drops_leaves_the_global_generator_alone() -> None:
+    q, k, v = qkv(requires_grad=False)
+    before = torch.get_rng_state()
+    sdpa_flash(q, k, v, dropout=0.5, generator=keyed(context().at("a"), "k#0"))
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_the_users_module_draws_the_same_masks() -> None:
@@ -64,12 +110,11 @@ def test_the_users_module_draws_the_same_masks() -> None:
 
     model = nn.Sequential(nn.Dropout(0.5), Twice())
     x = torch.ones(8, 8)
-    before = torch.dropout
     with keyed_dropout(model, 1, 2, 3):
         out = model(x)
-    masks = [keep_mask(x.shape, 0.5, CPU, draw_seed(1, 2, 3, key)) for key in ("0#0", "1#0", "1#1")]
+    masks = [keep_mask(x.shape, 0.5, torch.Generator().manual_seed(draw_seed(1, 2, 3, key))) for key in ("0#0", "1#0", "1#1")]
     assert torch.equal(out, x * masks[0] * 2 * masks[1] * 2 * masks[2] * 2)
-    assert torch.dropout is before
+    assert not torch.equal(model(x), model(x))  # nothing is left behind
 
 
 def declared(*names: str, dtype: torch.dtype = torch.float32, trainable: bool = True) -> Declared:

@@ -16,17 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpress.graph import Graph, Kind, Phase, reads
+from mpress.options import View
 from mpress.trace.fx_export import to_fx
 from mpress.trace.model_file import example_inputs, load
 from mpress.trace.record import trace
-from mpress.trace.semantics import gpu_semantics
+from mpress.trace.semantics import Semantics
 from tiny_models import GPT, gpt_args, write_model
 
 BATCH = 3
 
 
-def _graph(**changes: object) -> Graph:
-    return trace(GPT, model_args=gpt_args(**changes), micro_batch=BATCH, precision="fp32")
+ON_CPU = Semantics(View.CPU)
+
+
+def _graph(semantics: Semantics = ON_CPU, **changes: object) -> Graph:
+    return trace(GPT, model_args=gpt_args(**changes), micro_batch=BATCH, precision="fp32", semantics=semantics)
 
 
 def _real(**changes: object) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -53,8 +57,7 @@ def _run_graph(graph: Graph, module: torch.nn.Module, inputs: tuple[torch.Tensor
 def test_the_graph_computes_what_the_model_computes(dropout: float, tied: bool) -> None:
     module, inputs = _real(dropout=dropout, tied=tied)
     torch.manual_seed(7)
-    with gpu_semantics(tracing=True):
-        expected = module(*inputs)
+    expected = module(*inputs)
     expected.backward()
     torch.manual_seed(7)
     loss, gradients = _run_graph(_graph(dropout=dropout, tied=tied), module, inputs)
@@ -117,7 +120,7 @@ def _peak(graph: Graph) -> int:
 
 def test_saved_bytes_and_peak_equal_a_real_run() -> None:
     size: dict[str, object] = {"hidden": 32, "sequence": 24, "vocabulary": 96, "tied": False}
-    graph = _graph(**size)
+    graph = _graph(ON_CPU, **size)
     saved, peak = _measure(*_real(**size))
     assert sum(s.bytes for s in graph.storages if s.saved and s.kind is Kind.COMPUTED) == saved
     assert abs(_peak(graph) - peak) <= 16  # the seed of the backward is counted from the start
@@ -135,7 +138,7 @@ def test_ties_are_one_parameter() -> None:
 
 
 def test_every_op_says_where_it_comes_from() -> None:
-    graph = _graph(dropout=0.1)
+    graph = _graph(Semantics(), dropout=0.1)
     for op in graph.ops:
         assert op.source.file == "gpt.py" and op.source.line > 0
         if op.phase is Phase.BACKWARD and op.forward_op < 0:
@@ -184,7 +187,7 @@ def test_in_place_and_dictionary_inputs(tmp_path: Path) -> None:
     def example_inputs(batch=1):
         return {"x": torch.randn(batch, 4), "bias": None}
     """
-    graph = trace(write_model(tmp_path, body), model_args={}, micro_batch=BATCH, precision="fp32")
+    graph = trace(write_model(tmp_path, body), model_args={}, micro_batch=BATCH, precision="fp32", semantics=ON_CPU)
     written = [op for op in graph.ops if op.mutates]
     assert [op.target for op in written] == ["aten.add_.Tensor", "aten.relu_.default"]
     for op in written:  # the result is a new tensor on the storage that was written

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mpress.cells import Cell, Chain
 from mpress.emit.expressions import Expressions
+from mpress.emit.forms import results
 from mpress.emit.names import LocalNames, identifier, unique
 from mpress.graph import Contribution, Graph
 from mpress.program import CellProgram, Line, Verb
@@ -90,7 +91,7 @@ class _Writer:
         A DELETE in between moves behind the addition, which is in place, so no peak changes.
         """
         line, stop, dead = lines[at], at + 1, list[int]()
-        if line.verb is not Verb.COMPUTE or len(self.graph.ops[line.op].outputs) != 1:
+        if line.verb is not Verb.COMPUTE or self.graph.ops[line.op].multi or len(self.graph.ops[line.op].outputs) != 1:
             return None
         made = self.graph.ops[line.op].outputs[0]
         if stop < len(lines) and lines[stop].verb is Verb.DELETE:
@@ -142,7 +143,8 @@ class _Writer:
         if op.mutates and all(not self.names.has(t) for t in op.outputs if t >= 0):
             target = ""
         else:
-            target = ", ".join(self.names.of(t) if t >= 0 and self.names.has(t) else "_" for t in op.outputs) + " = "
+            words = [self.names.of(t) if t >= 0 and self.names.has(t) else "_" for t in results(op)]
+            target = f"{words[0]}, = " if op.multi and len(words) == 1 else f"{', '.join(words)} = "
         return self._statement(target, text, "", comment)
 
     def _statement(self, target: str, text: str, views: str, comment: str) -> list[str]:

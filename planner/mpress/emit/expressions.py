@@ -7,6 +7,7 @@ import re
 
 from mpress.cells import Cell
 from mpress.dataflow import alias_source
+from mpress.emit.forms import KERNELS, keyed_overload
 from mpress.emit.names import LocalNames, parameter_name, relative
 from mpress.errors import InputError
 from mpress.graph import Argument, Buffer, Graph, Kind, Name, Op, Parameter, Ref
@@ -16,7 +17,6 @@ _METHODS = frozenset(
     {"view", "t", "transpose", "permute", "expand", "split", "chunk", "unbind", "unsqueeze", "squeeze", "select", "detach"}
 )
 _LAST_VIEW = re.compile(r"\.view\(\([\d, ]*\)\)$")
-_DTYPE_FREE = ("pin_memory", "layout")
 
 
 class Expressions:
@@ -48,38 +48,52 @@ class Expressions:
     def call(self, op: Op) -> str:
         """A non-view operator as a call, without its result."""
         name, args = op.name, op.args
-        keywords = dict(op.kwargs)
-        if name == "native_dropout":
-            below = op.random_key.startswith(self._cell.prefix)
-            key = f'p.key("{relative(op.random_key, self._cell.prefix)}")' if below else f'"{op.random_key}"'
-            return f"dropout(c, {key}, {self._argument(args[0])}, {args[1]!r})"
+        if name == "native_dropout" and args[2] is not False:
+            return f"dropout(c, {self._key(op)}, {self._argument(args[0])}, {args[1]!r})"
         if name == "native_dropout_backward":
             return f"dropout_bwd({', '.join(self._argument(a) for a in args)})"
-        if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-            return self._attention(op)
-        if op.random_key:
-            raise _no_form(op, "draws random numbers in a way that cannot be keyed")
-        if name in _INFIX and op.target.endswith(".Tensor") and len(args) == 2 and not keywords and all(isinstance(a, Ref) for a in args):
-            return f"{self._argument(args[0])} {_INFIX[name]} {self._argument(args[1])}"
-        words = [self._argument(a) for a in args] + self._keywords(op)
+        if name == "literal":
+            return self._literal(op)
+        kernel = KERNELS.get(name)
+        if kernel is not None:
+            words = [f"{key}={self._argument(v)}" if key else self._argument(v) for key, v in kernel.arguments(op)]
+            if op.random_key:
+                words.append(self._generator(op))
+            return f"{kernel.function}({', '.join(words)})"
         overload = op.target.split(".")[2]
+        keywords = self._keywords(op)
+        if op.random_key:
+            overload = keyed_overload(op)
+            if not overload:
+                raise _no_form(op, "draws random numbers in a way that cannot be keyed")
+            keywords.append(self._generator(op))
+        infix = name in _INFIX and overload == "Tensor" and len(args) == 2 and not keywords
+        if infix and all(isinstance(a, Ref) for a in args):
+            return f"{self._operand(args[0])} {_INFIX[name]} {self._operand(args[1])}"
+        words = [self._argument(a) for a in args] + keywords
         return f"aten.{name}{'' if overload == 'default' else '.' + overload}({', '.join(words)})"
 
-    def _attention(self, op: Op) -> str:
-        backward = op.name.endswith("_backward")
-        tensors = 6 if backward else 3
-        rest, keywords = op.args[tensors:], dict(op.kwargs)
-        if keywords.get("attn_mask") is not None or (rest and rest[0] != 0.0):
-            raise _no_form(op, "uses an attention mask or attention dropout")
-        words = [self._argument(a) for a in op.args[:tensors]]
-        if len(rest) > 1 and rest[1]:
-            words.append("causal=True")
-        if keywords.get("scale") is not None:
-            words.append(f"scale={keywords['scale']!r}")
-        return f"{'sdpa_bwd' if backward else 'sdpa'}({', '.join(words)})"
+    def _operand(self, value: Argument) -> str:
+        text = self._argument(value)
+        return f"({text})" if " " in text.split("(")[0] else text
+
+    def _key(self, op: Op) -> str:
+        below = op.random_key.startswith(self._cell.prefix)
+        return f'p.key("{relative(op.random_key, self._cell.prefix)}")' if below else f'"{op.random_key}"'
+
+    def _generator(self, op: Op) -> str:
+        return f"generator=keyed(c, {self._key(op)})"
+
+    def _literal(self, op: Op) -> str:
+        """A tensor made from Python values: args are shape, flat values, dtype."""
+        shape, values, dtype = op.args
+        assert isinstance(shape, tuple) and isinstance(values, tuple)
+        scalar = not shape
+        text = f"torch.tensor({self._argument(values[0] if scalar else values)}, dtype={self._argument(dtype)}, device=c.device)"
+        return text if len(shape) < 2 else f"{text}.view({self._argument(shape)})"
 
     def _keywords(self, op: Op) -> list[str]:
-        return [f"{key}={self._argument(value)}" for key, value in op.kwargs if key not in _DTYPE_FREE and value is not None]
+        return [f"{key}={self._argument(value)}" for key, value in op.kwargs if not _left_out(key, value)]
 
     def _view(self, op: Op, tensor: int) -> str:
         name = {"_unsafe_view": "view", "alias": "detach"}.get(op.name, op.name)
@@ -93,7 +107,7 @@ class Expressions:
                 return text.removesuffix(".t()")
             if name == "detach":
                 return text
-            if name == "view":  # a view of a view is a view of the first
+            if name == "view" and not op.target.endswith(".dtype"):  # a view of a view is a view of the first
                 text = _LAST_VIEW.sub("", text)
             if " " in text.split("(")[0]:
                 text = f"({text})"
@@ -115,13 +129,20 @@ class Expressions:
         if isinstance(value, Ref):
             return self.tensor(value.tensor)
         if isinstance(value, Name):
-            return "c.device" if value.group == "device" else f"torch.{value.value}"
+            return {"device": "c.device", "complex": f"complex('{value.value}')"}.get(value.group, f"torch.{value.value}")
+        if isinstance(value, tuple) and any(isinstance(item, Ref) for item in value):
+            return f"[{', '.join(self._argument(item) for item in value)}]"
         if isinstance(value, tuple):
             words = [self._argument(item) for item in value]
             return f"({words[0]},)" if len(words) == 1 else f"({', '.join(words)})"
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
-        return repr(value)
+        return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _left_out(key: str, value: Argument) -> bool:
+    """Keywords that say nothing about values: where memory is pinned, the one layout there is, factory keywords left open."""
+    return key in ("pin_memory", "layout", "generator") or (value is None and key in ("dtype", "device", "memory_format", "scale"))
 
 
 def _no_form(op: Op, why: str) -> InputError:

@@ -8,11 +8,13 @@ INPUTS, STAGES  what the runtime needs to feed it; `main` of mpress.runtime runs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from mpress.cells import Chain
 from mpress.emit.cell_code import cell_functions, type_stems
 from mpress.emit.fingerprint import fingerprint
+from mpress.emit.names import RUNTIME
 from mpress.emit.stage_code import layer, shape_table, stage_class, stage_title, swap_words
 from mpress.errors import InputError
 from mpress.graph import Graph
@@ -21,6 +23,8 @@ from mpress.program import CellProgram
 from mpress.simulate import Replay
 from mpress.units import gib
 from mpress.workload import Workload
+
+_IMPORTS = "from mpress.runtime import"  # completed once it is known what is used
 
 
 def emit_module(
@@ -55,7 +59,7 @@ def emit_module(
         "import sys",
         "",
         "import torch",
-        "from mpress.runtime import dropout, dropout_bwd, layers, main, sdpa, sdpa_bwd",
+        _IMPORTS,
         "",
         "aten = torch.ops.aten",
         f'GRAPH_SHA256 = "{fingerprint(graph)}"',
@@ -86,7 +90,9 @@ def emit_module(
     stages = ", ".join(f"Stage{i}" for i in range(len(plan.stages)))
     text += ["", "", f"STAGES = ({stages}{',' if len(plan.stages) == 1 else ''})", "", 'if __name__ == "__main__":']
     text += [f'    main(sys.modules[__name__], "{schedule_name}")']
-    return "\n".join(line.rstrip() for line in text) + "\n"
+    whole = "\n".join(line.rstrip() for line in text) + "\n"
+    used = [name for name in RUNTIME if re.search(rf"\b{name}\(", whole)]
+    return whole.replace(_IMPORTS, f"from mpress.runtime import {', '.join(used)}", 1)
 
 
 def _names(names: Sequence[str]) -> str:

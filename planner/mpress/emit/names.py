@@ -10,18 +10,26 @@ from collections.abc import Container
 from mpress.cells import Cell
 from mpress.graph import Graph, Op, Phase, reads
 
-_RESERVED = frozenset({"c", "p", "i", "aten", "torch", "sdpa", "sdpa_bwd", "dropout", "dropout_bwd", *keyword.kwlist, *dir(builtins)})
+# what an emitted module may import from the runtime
+RUNTIME = ("dropout", "dropout_bwd", "keyed", "layers", "main", "sdpa_efficient", "sdpa_efficient_bwd", "sdpa_flash", "sdpa_flash_bwd")
+_RESERVED = frozenset({"c", "p", "i", "aten", "torch", *RUNTIME, *keyword.kwlist, *dir(builtins)})
 # operators whose result is best called after the module that holds the weights, rather than after the arithmetic
 _OF_MODULE = frozenset({"addmm", "mm", "bmm", "native_layer_norm", "native_dropout", "embedding", "convolution", "native_batch_norm"})
 _OUTPUTS = {
     "native_layer_norm": ("", "_mean", "_rstd"),
     "native_dropout": ("", "_mask"),
+    "_scaled_dot_product_flash_attention": ("", "_lse", "", "", "", "", "_seed", "_offset", "_debug"),
+    "_scaled_dot_product_efficient_attention": ("", "_lse", "_seed", "_offset"),
     "_scaled_dot_product_flash_attention_for_cpu": ("", "_lse"),
     "nll_loss_forward": ("", "_weight"),
     "native_layer_norm_backward": ("", "_weight", "_bias"),
+    "_scaled_dot_product_flash_attention_backward": ("_q", "_k", "_v"),
+    "_scaled_dot_product_efficient_attention_backward": ("_q", "_k", "_v", "_bias"),
     "_scaled_dot_product_flash_attention_for_cpu_backward": ("_q", "_k", "_v"),
 }
 _WORDS = {
+    "_scaled_dot_product_flash_attention": "attention",
+    "_scaled_dot_product_efficient_attention": "attention",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "_log_softmax": "log_probabilities",
     "nll_loss_forward": "loss",

@@ -59,7 +59,9 @@ def lower(
     ids.tensor(loss)
     ids.tensor(recorder.seed)
     op_ids = {number: index for index, number in enumerate(kept)}
-    ops = tuple(_op(op_ids[number], calls[number], op_ids, ids) for number in kept)
+    # what owns no memory and is never used is no output: flash attention's debug mask
+    idle = {o for call in calls for o in call.outputs if o >= 0 and not uses[o] and not recorder.memories[recorder.values[o].storage].bytes}
+    ops = tuple(_op(op_ids[number], calls[number], op_ids, ids, idle - {loss}) for number in kept)
     contributions = tuple(Contribution(name, ids.tensor(part)) for _, name, part in sorted(addends))
     read_later = {ids.tensors[t].storage for op in ops if op.phase is Phase.BACKWARD for t in reads(op)}
     made_before = {ids.tensors[t].storage for op in ops if op.phase is Phase.FORWARD for t in op.outputs if t >= 0}
@@ -138,13 +140,13 @@ class _Numbers:
         return argument
 
 
-def _op(number: int, call: Call, op_ids: dict[int, int], ids: _Numbers) -> Op:
+def _op(number: int, call: Call, op_ids: dict[int, int], ids: _Numbers, idle: set[int]) -> Op:
     return Op(
         id=number,
         target=call.target,
         args=tuple([ids.argument(a) for a in call.args]),
         kwargs=tuple([(key, ids.argument(a)) for key, a in call.kwargs]),
-        outputs=tuple([ids.tensor(o) if o >= 0 else -1 for o in call.outputs]),
+        outputs=tuple([ids.tensor(o) if o >= 0 and o not in idle else -1 for o in call.outputs]),
         multi=call.multi,
         phase=Phase.BACKWARD if call.backward else Phase.FORWARD,
         module=call.module,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from mpress.errors import InputError, MpressError
 from mpress.graph import Argument, Kind, Name, Ref, Source
 from mpress.trace.costs_of_ops import flops_of, moved_bytes
+from mpress.trace.semantics import draws
 from mpress.trace.source import NOWHERE, current_source
 
 ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
@@ -278,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         else:
             source = current_source()
             self._view_written = any(t._is_view() for t in mutates if isinstance(t, torch.Tensor))
-        key = self._random_key(module, args, kwargs, traits)
+        key = self._random_key(module, func, args, kwargs, traits)
         flops = 0.0 if view else flops_of(func, args, kwargs, result)
         moved = 0 if view else moved_bytes(traits.target, operands, [t for t in items if isinstance(t, torch.Tensor)])
         self.calls.append(
@@ -289,10 +290,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         )  # fmt: skip
         return result
 
-    def _random_key(self, module: str, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> str:
-        if not traits.random:
-            return ""
-        if "attention" in traits.target and (args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)) == 0.0:
+    def _random_key(self, module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> str:
+        if not traits.random or not draws(func, args, kwargs):
             return ""
         draw = self._draws.get(module, 0)
         self._draws[module] = draw + 1

@@ -1,22 +1,34 @@
-"""What CUDA would run, on CPU tensors: dropout is one fused operator that saves a byte mask, attention never falls back to T x T matrices.
+"""What CUDA would run, on CPU tensors: fused attention, dropout that saves a byte mask, CUDA's autocast.
 
-The functions are replaced as attributes, not by a torch-function mode, because modes do not reach code that runs inside a backward pass.
-Replacements behave like the originals while no trace is running, so names a model file imported keep working afterwards.
+The operators are replaced in the dispatcher, above autograd, so every caller meets them: names imported before the trace, C++ code such
+as LSTM or the math form of attention, and code that runs again inside a backward pass (where torch-function modes do not reach).
+Everything is undone when the trace ends.  View.CPU replaces nothing.
+
+kernel               replacement
+scaled_dot_product_attention   the kernel of `attention.py`, on fake tensors; real ones keep torch's own
+dropout              native_dropout, as a CUDA build does
+autocast             `autocast.py`
+oneDNN               switched off, so that LSTM and GRU are the operators a GPU can run too
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch._subclasses.fake_tensor import FakeTensor
 
-from mpress.errors import InputError
 from mpress.options import Attention, View
-from mpress.trace.source import current_source
+from mpress.trace.attention import attention
+from mpress.trace.autocast import cuda_rules, remember_wishes
+
+_aten: Any = torch.ops.aten
+_C: Any = torch._C
+_library: Any = torch.library.Library
+_KEYS = ("AutogradCPU", "CPU")  # the second is met in inference mode only
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,53 +39,52 @@ class Semantics:
     attention: Attention = Attention.AUTO
 
 
-_tracing = False
-_dropout: Callable[..., Any] = torch.dropout
-_attention: Callable[..., Any] = functional.scaled_dot_product_attention
-
-
-def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """`torch.dropout` as the CUDA build runs it."""
-    if _tracing and train and 0 < p < 1 and input.numel() > 0:
-        return torch.native_dropout(input, p, True)[0]
-    result: torch.Tensor = _dropout(input, p, train)
-    return result
-
-
-def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`scaled_dot_product_attention`, refusing the dropout that only the CUDA kernels can fuse."""
-    probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    if _tracing and probability > 0:
-        raise InputError(
-            "attention-dropout",
-            f"scaled_dot_product_attention drops attention weights (dropout_p={probability}), which cannot be planned yet",
-            current_source().place(),
-            "pass dropout_p=0.0 and put nn.Dropout after the attention's output projection",
-        )
-    result: torch.Tensor = _attention(*args, **kwargs)
-    return result
+_active: list[Semantics] = []
 
 
 @contextmanager
 def gpu_semantics(tracing: bool, semantics: Semantics = Semantics()) -> Iterator[None]:
-    """Install the replacements; with tracing=False they only wait to be imported by name (while a model file loads)."""
-    global _tracing
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch._VF, "dropout", dropout),
-        (torch, "dropout", dropout),
-        (functional, "scaled_dot_product_attention", attention),
-    ]
-    before = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in places]
-    was = _tracing
+    """Run the user's code as `semantics` say; tracing=False: the file is only loaded, or the model built."""
+    with ExitStack() as cleanup:
+        if not _active:  # a trace within a trace keeps the outer one's semantics
+            cleanup.enter_context(remember_wishes())
+            if tracing and semantics.view is View.CUDA:
+                _active.append(semantics)
+                cleanup.callback(_active.pop)
+                cleanup.enter_context(_operators(semantics.attention))
+                cleanup.enter_context(cuda_rules())
+                cleanup.callback(_C._set_mkldnn_enabled, _C._get_mkldnn_enabled())
+                _C._set_mkldnn_enabled(False)
+        yield
+
+
+@contextmanager
+def _operators(asked: Attention) -> Iterator[None]:
+    """Install attention and dropout."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+        if isinstance(query, FakeTensor):
+            return attention(asked, query, key, value, *rest, **keywords)
+        return _aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **keywords)
+
+    library = _library("aten", "IMPL")
     try:
-        for owner, name, replacement in places:
-            setattr(owner, name, replacement)
-        _tracing = (tracing and semantics.view is View.CUDA) or was
+        for key in _KEYS:
+            library.impl("scaled_dot_product_attention", attend, key)
+            library.impl("dropout", _dropout, key)
         yield
     finally:
-        _tracing = was
-        for owner, name, original in before:
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        library._destroy()
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+    if train and 0 < p < 1 and input.numel() > 0:
+        return torch.native_dropout(input, p, True)[0]
+    return _aten.dropout.default.decompose(input, p, train)
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator that may draw random numbers does: attention where it drops, the others in training."""
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return bool(given.get("dropout_p", True)) and given.get("train", True) is not False and given.get("training", True) is not False
