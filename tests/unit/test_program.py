@@ -20,8 +20,10 @@ from mpress.fold import fold
 from mpress.graph import Argument, Graph, Name, Op, Phase, Ref
 from mpress.lines import build_program, swappable
 from mpress.liveness import footprint
+from mpress.options import View
 from mpress.program import CellProgram, Verb
 from mpress.trace.record import trace
+from mpress.trace.semantics import Semantics
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 
@@ -281,13 +283,13 @@ def check(graph: Graph, cells: tuple[Cell, ...], modes: list[tuple[frozenset[int
 def inplace(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     path = tmp_path_factory.mktemp("model") / "net.py"
     path.write_text(INPLACE)
-    return trace(str(path), model_args={}, micro_batch=4, precision="fp32")
+    return trace(str(path), model_args={}, micro_batch=4, precision="fp32", semantics=Semantics(View.CPU))
 
 
 @pytest.fixture(scope="module")
 def gpt() -> Graph:
     arguments = {"layers": "3", "hidden": "64", "heads": "4", "sequence": "32", "vocabulary": "128"}
-    return trace(GPT, model_args=arguments, micro_batch=2, precision="fp32")
+    return trace(GPT, model_args=arguments, micro_batch=2, precision="fp32", semantics=Semantics(View.CPU))
 
 
 @pytest.mark.parametrize("name", ["inplace", "gpt"])

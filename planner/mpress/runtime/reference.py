@@ -14,6 +14,7 @@ from mpress.runtime.ops import draw_seed, keep_mask
 
 aten: Any = torch.ops.aten
 _C: Any = torch._C
+_COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd  # torch's own kernel; `decompose` would take a Python decomposition
 _library: Any = torch.library.Library
 # overloads without a generator -> those with one
 _KEYED = {
@@ -86,13 +87,13 @@ def keyed_dropout(model: nn.Module, seed: int, step: int, micro_batch: int) -> I
     def dropout(input: Tensor, p: float, train: bool) -> Any:
         if train and 0 < p < 1 and input.numel() > 0:
             return torch.native_dropout(input, p, True)[0]
-        return aten.dropout.default.decompose(input, p, train)
+        return aten.dropout.default._op_dk(_COMPOSITE, input, p, train)
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False, **how: Any
     ) -> Any:
         if p == 0.0:
-            return aten.scaled_dot_product_attention.default.decompose(query, key, value, mask, p, causal, **how)
+            return aten.scaled_dot_product_attention.default._op_dk(_COMPOSITE, query, key, value, mask, p, causal, **how)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype))
         keep = keep_mask((*query.shape[:-1], key.shape[-2]), p, draws.generator())

@@ -27,6 +27,7 @@ from mpress.trace.autocast import cuda_rules, remember_wishes
 
 _aten: Any = torch.ops.aten
 _C: Any = torch._C
+_COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd  # torch's own kernel; `decompose` would take a Python decomposition
 _library: Any = torch.library.Library
 _KEYS = ("AutogradCPU", "CPU")  # the second is met in inference mode only
 
@@ -65,7 +66,7 @@ def _operators(asked: Attention) -> Iterator[None]:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
         if isinstance(query, FakeTensor):
             return attention(asked, query, key, value, *rest, **keywords)
-        return _aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **keywords)
+        return _aten.scaled_dot_product_attention.default._op_dk(_COMPOSITE, query, key, value, *rest, **keywords)
 
     library = _library("aten", "IMPL")
     try:
@@ -80,7 +81,7 @@ def _operators(asked: Attention) -> Iterator[None]:
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     if train and 0 < p < 1 and input.numel() > 0:
         return torch.native_dropout(input, p, True)[0]
-    return _aten.dropout.default.decompose(input, p, train)
+    return _aten.dropout.default._op_dk(_COMPOSITE, input, p, train)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
