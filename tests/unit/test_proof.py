@@ -246,8 +246,8 @@ LIARS: dict[str, tuple[str, str, Callable[[InputError], bool]]] = {
         "aten.sigmoid.default",
         lambda e: "is really" in e.message,
     ),
-    "python's random numbers": (
-        "x = torch.tanh(x) if random.random() < 2 else torch.sigmoid(x)",
+    "python's random numbers, drawn only where no trace sees it": (
+        "x = torch.tanh(x) if type(x).__name__ == 'FakeTensor' or random.random() < 2 else torch.sigmoid(x)",
         "Python's",
         lambda e: "torch" in str(e.hint),
     ),
