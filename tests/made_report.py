@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mpress.emit.report import ActionReport, Report, StageReport, StripeReport
+from mpress.emit.actions import ActionReport
+from mpress.emit.report import InputReport, Report, StageReport, StripeReport, TieReport
 from mpress.plan import HOST
 from mpress.units import GIB, Bytes, Seconds
 
@@ -76,4 +77,11 @@ def report() -> Report:
             StripeReport(0, 7, Bytes(3 * GIB), Bytes(GIB), 0.033),
             StripeReport(1, 7, Bytes(GIB), Bytes(GIB), 0.01),
         ),
+        layers=72,
+        placed_layers=72,
+        ties=(TieReport(("wte.weight", "lm_head.weight"), (0, 7), Bytes(3 * GIB // 8)),),
+        inputs=(InputReport("tokens", (1, 2048), "int64", (0,)), InputReport("targets", (1, 2048), "int64", (7,))),
+        checkpoints=0,
+        assumptions=(),
+        no_module="",
     )

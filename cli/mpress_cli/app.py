@@ -1,9 +1,13 @@
-"""The command: parses, calls the driver, prints.  The driver (and with it torch and the solver) is imported inside the command only."""
+"""The command: parses, calls the driver, prints.  The driver (and with it torch or the solver) is imported inside the commands only.
+
+`mpress-plan MODEL ...` plans; `mpress-plan trace MODEL ...` records.  The first word decides, before typer sees the rest.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,16 +15,26 @@ import typer
 
 from mpress import __version__
 from mpress.errors import BrokenPlanError, InputError, MpressError
-from mpress.options import Attention, Options
+from mpress.options import DEFAULT_MICRO_BATCH, DEFAULT_PRECISION, Attention, Options, Recording
 from mpress.plan import ScheduleKind
 from mpress.recipe import Optimizer, Precision
 from mpress_cli.console import INTERRUPTED, OK, SCHEMA_VERSION, Streams
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
-)
+EXITS = "2 wrong input or a model that cannot be traced, 3 a bug of ours, 130 interrupted."
+EPILOG = f"Exit codes: 0 planned, 1 no plan exists, {EXITS}"
+TRACE = "trace"
 
-EPILOG = "Exit codes: 0 planned, 1 no plan exists, 2 wrong input or a model that cannot be traced, 3 a bug of ours, 130 interrupted."
+
+def _app() -> typer.Typer:
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+plan_app, trace_app = _app(), _app()
 
 
 class _Interrupted(MpressError):
@@ -35,40 +49,61 @@ def _version(asked: bool) -> None:
         raise typer.Exit(OK)
 
 
-@app.command(epilog=EPILOG)
-def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL.py[:factory]", help="file that defines build_model() and example_inputs()")],
+PrecisionWord = Literal["bf16", "fp16", "fp32"]
+PrecisionOption = typer.Option(
+    "--precision", help=f"16 bits keep fp32 master weights [default: {DEFAULT_PRECISION.value}]", show_default=False
+)
+MicroBatchOption = typer.Option(
+    "--micro-batch", metavar="N", help=f"samples in a micro-batch [default: {DEFAULT_MICRO_BATCH}]", show_default=False
+)
+AttentionWord = Annotated[
+    Literal["auto", "flash", "efficient", "math"], typer.Option("--attention", help="kernel of attention; auto: torch's choice")
+]
+ModelArgs = Annotated[list[str] | None, typer.Option("--model-arg", metavar="KEY=VALUE", help="for build_model(); repeatable")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="show the raw traceback of an error")]
+
+
+@plan_app.command(epilog=EPILOG)
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL.py[:factory]", help="file that defines build_model() and example_inputs(); or a graph file (.json)"),
+    ],
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="GPUs to use", show_default=False)],
     machine: Annotated[str, typer.Option("--machine", metavar="NAME", help="built-in profile, or a .toml file")] = "dgx-a100-40gb",
-    micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", help="samples in a micro-batch")] = 1,
+    micro_batch: Annotated[int | None, MicroBatchOption] = None,
     micro_batches: Annotated[int, typer.Option("--micro-batches", metavar="N", help="micro-batches in an optimizer step")] = 32,
     schedule: Annotated[Literal["1f1b", "gpipe"], typer.Option("--schedule", help="order of forwards and backwards")] = "1f1b",
-    precision: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--precision", help="16 bits keep fp32 master weights")] = "bf16",
+    precision: Annotated[PrecisionWord | None, PrecisionOption] = None,
     optimizer: Annotated[
         Literal["adamw", "sgd", "sgd-momentum"], typer.Option("--optimizer", help="decides the optimizer's state")
     ] = "adamw",
-    attention: Annotated[
-        Literal["auto", "flash", "efficient", "math"], typer.Option("--attention", help="kernel of attention; auto: torch's choice")
-    ] = "auto",
+    attention: AttentionWord = "auto",
     gap: Annotated[float, typer.Option("--gap", help="stop when this close to the best plan, proven")] = 0.01,
     reserve: Annotated[float, typer.Option("--reserve", help="share of each GPU left to context, libraries, fragmentation")] = 0.05,
     work_limit: Annotated[
         float, typer.Option("--work-limit", metavar="N", help="branch-and-bound nodes at most (deterministic); 0: the default")
     ] = 0,
-    model_arg: Annotated[list[str] | None, typer.Option("--model-arg", metavar="KEY=VALUE", help="for build_model(); repeatable")] = None,
+    model_arg: ModelArgs = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="directory for the two files")] = Path(),
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")] = False,
+    schedule_only: Annotated[bool, typer.Option("--schedule-only", help="write the schedule file, but no module")] = False,
+    json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="write nothing")] = False,
     dump_fx: Annotated[bool, typer.Option("--dump-fx", help="print the recorded step as a torch.fx graph and stop")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="show the raw traceback of an error")] = False,
+    traceback: Traceback = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")] = False,
 ) -> int:
     """Plan the training of a PyTorch model on several GPUs, without a GPU, and write the plan as a runnable program.
 
     MODEL.py is your file.  Two files are written: MODEL_mpress.py (run it with torchrun) and MODEL.schedule.json.
+
+    `mpress-plan trace MODEL.py -o graph.json` records a model; `mpress-plan graph.json --gpus N` plans it (schedule file only).
+    `mpress-plan trace --help` says more.
     """
     streams = Streams(json)
-    try:
+
+    def work() -> int:
         options = Options(
             model=model,
             gpus=gpus,
@@ -76,17 +111,52 @@ def command(
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             schedule=ScheduleKind(schedule),
-            precision=Precision(precision),
+            precision=None if precision is None else Precision(precision),
             optimizer=Optimizer(optimizer),
             gap=gap,
             reserve=reserve,
             work_limit=work_limit,
-            model_args=tuple(_pair(text) for text in model_arg or ()),
+            model_args=_pairs(model_arg),
             out=out,
             dry_run=dry_run,
             attention=Attention(attention),
+            schedule_only=schedule_only,
         )
         return _dump(options, streams) if dump_fx else _plan(options, streams)
+
+    return _guarded(work, streams, traceback)
+
+
+@trace_app.command(epilog=f"Exit codes: 0 recorded, {EXITS}")
+def trace_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL.py[:factory]", help="file that defines build_model() and example_inputs()")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE.json", help="the graph file [default: MODEL.graph.json]", show_default=False)
+    ] = None,
+    micro_batch: Annotated[int, MicroBatchOption] = DEFAULT_MICRO_BATCH,
+    precision: Annotated[PrecisionWord, PrecisionOption] = DEFAULT_PRECISION.value,
+    attention: AttentionWord = "auto",
+    model_arg: ModelArgs = None,
+    json: AsJson = False,
+    traceback: Traceback = False,
+) -> int:
+    """Record one training step of a PyTorch model, without a GPU, and write it as a graph file.
+
+    `mpress-plan FILE.json --gpus N` plans the file without torch and without the model.  docs/graph-format.md describes it.
+    """
+    streams = Streams(json)
+
+    def work() -> int:
+        recording = Recording(model, _pairs(model_arg), micro_batch, Precision(precision), Attention(attention))
+        return _trace(recording, out, streams)
+
+    return _guarded(work, streams, traceback)
+
+
+def _guarded(work: Callable[[], int], streams: Streams, traceback: bool) -> int:
+    """Run a command; whatever goes wrong is a refusal and an exit code."""
+    try:
+        return work()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not tear the message
         return streams.refuse(_Interrupted("interrupted", "interrupted before any plan was found; nothing was written"))
@@ -108,15 +178,27 @@ def command(
 
 
 def _plan(options: Options, streams: Streams) -> int:
-    from mpress import driver  # late: imports torch and the solver
-    from mpress_cli import render
+    from mpress import driver  # late: imports the solver, and torch where a model is traced
+    from mpress_cli import document, render
 
     outcome = driver.plan_model(options, streams.progress)
     timings = dict(outcome.timings)
     if streams.machine_readable:
-        streams.document(render.json_document(outcome.report, outcome.files, timings))
+        streams.document(document.json_document(outcome.report, outcome.files, timings))
     else:
         streams.show(render.screen(outcome.report, outcome.files, timings))
+    return OK
+
+
+def _trace(recording: Recording, out: Path | None, streams: Streams) -> int:
+    from mpress import driver  # late, as above
+    from mpress_cli import document, render
+
+    traced = driver.trace_model(recording, out, streams.progress)
+    if streams.machine_readable:
+        streams.document(document.traced_document(traced))
+    else:
+        streams.show(render.traced_screen(traced))
     return OK
 
 
@@ -131,11 +213,14 @@ def _dump(options: Options, streams: Streams) -> int:
     return OK
 
 
-def _pair(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key.isidentifier():
-        raise InputError("model-arg", f"'{text}' is not KEY=VALUE", where="--model-arg", hint="write it like --model-arg layers=4")
-    return key, value
+def _pairs(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for text in texts or ():
+        key, separator, value = text.partition("=")
+        if not separator or not key.isidentifier():
+            raise InputError("model-arg", f"'{text}' is not KEY=VALUE", where="--model-arg", hint="write it like --model-arg layers=4")
+        pairs.append((key, value))
+    return tuple(pairs)
 
 
 def main() -> None:
@@ -145,12 +230,14 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command; returns the exit code.  A wrong flag is refused like any other input, also under --json."""
+    tracing = arguments[:1] == [TRACE]
+    name = f"mpress-plan {TRACE}" if tracing else "mpress-plan"
     try:
-        code = app(arguments, prog_name="mpress-plan", standalone_mode=False)
+        code = (trace_app if tracing else plan_app)(arguments[tracing:], prog_name=name, standalone_mode=False)
     except typer.Exit as stop:
         return stop.exit_code
     except typer.TyperException as error:
-        hint = "mpress-plan --help lists every option"
+        hint = f"{name} --help lists every option"
         return Streams("--json" in arguments).refuse(InputError("usage", error.format_message(), where="command line", hint=hint))
     except (typer.Abort, KeyboardInterrupt):
         return Streams("--json" in arguments).refuse(_Interrupted("interrupted", "interrupted; nothing was written"))

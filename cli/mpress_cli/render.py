@@ -1,4 +1,4 @@
-"""Report -> tables and words, and Report -> the `--json` document.  Pure: prints nothing, decides nothing."""
+"""Report -> the screen: tables, and what is worth a line.  Pure: prints nothing, decides nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpress.emit.report import ACTIONS, ActionReport, Report, StageReport
+from mpress.driver import Traced
+from mpress.emit.actions import ACTIONS, ActionReport
+from mpress.emit.report import Report
 from mpress.plan import HOST
 from mpress.units import GIB, MIB, gib
-from mpress_cli.console import SCHEMA_VERSION, Json
+from mpress_cli.words import assumption_lines, checkpoint_words, count, proof_words, rounds, seconds, shape, shape_words, tie_lines
 
 WORDS = {"keep": "keep", "recompute": "recompute", "swap_host": "swap to host", "swap_d2d": "swap to GPUs"}
 CAUSE_COLUMNS = ("weights", "gradients", "optimizer", "activations", "foreign stripes")
@@ -41,7 +43,25 @@ def heading(report: Report) -> Group:
         _line("machine", f"{report.machine}, {report.gpus} GPUs, {sizes}"),
         _line("recipe", report.recipe_words),
         _line("schedule", f"{report.schedule}, {report.micro_batches} micro-batches of {report.micro_batch}, {len(report.stages)} stages"),
+        _line("shapes", shape_words(report)),
+        *_named("assumed", assumption_lines(report.assumptions)),
     )
+
+
+def traced_screen(traced: Traced) -> Group:
+    """What was recorded, and where it is now."""
+    graph = traced.graph
+    parameters = sum(parameter.elements for parameter in graph.parameters)
+    inputs = "".join(f", {item.name} {shape(graph.tensors[item.tensor].shape)}" for item in graph.inputs)
+    lines = [
+        _line("model", f"{graph.model}, {count(parameters)} parameters, {traced.precision.value}"),
+        _line("step", f"{len(graph.ops)} operators, forward and backward"),
+        _line("shapes", f"micro-batch {graph.micro_batch}{inputs}"),
+        *_named("assumed", assumption_lines(graph.assumptions)),
+    ]
+    if graph.checkpoints:
+        lines.append(_line("recompute", checkpoint_words(graph.checkpoints)))
+    return Group(*lines, _line("wrote", traced.file))
 
 
 def memory_table(report: Report) -> Table:
@@ -152,130 +172,20 @@ def summary(report: Report, files: tuple[str, ...], timings: Mapping[str, float]
         _line("proof", proof_words(report)),
         _line("solved", f"in {timings.get('solve_seconds', 0.0):.1f} s by {report.solver}, {rounds(report.iterations)}"),
     ]
-    lines += [_line("wrote" if index == 0 else "", name) for index, name in enumerate(files)]
-    if not files:
-        lines.append(_line("wrote", "nothing (--dry-run)"))
+    if report.layers:
+        lines.append(_line("check", f"{report.placed_layers}/{report.layers} layers placed"))
+    lines += _named("tied", tie_lines(report))
+    if report.checkpoints:
+        lines.append(_line("recompute", checkpoint_words(report.checkpoints)))
+    lines += _named("wrote", files or ("nothing (--dry-run)",))
+    if report.no_module:
+        lines.append(_line("", f"no module: {report.no_module}"))
     return Group(*lines)
 
 
-def proof_words(report: Report) -> str:
-    """The gap in words; never better than what was proven."""
-    limits = {
-        "limit": "; the search ended without a better plan or bound",
-        "interrupted": "; you ended the search",
-    }
-    ending = limits.get(report.status, "")
-    if report.gap < 0:
-        return f"no bound was proven: this is a valid plan, not known to be a good one{ending}"
-    missed = f" (asked for: {report.gap_target:.1%})" if report.gap > report.gap_target else ""
-    return f"at most {_ceil_percent(report.gap)} from the best plan under this cost model{missed}{ending}"
-
-
-def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> dict[str, Json]:
-    """The `--json` document.  Bytes are integers, seconds and shares floats; -1 as a GPU is host memory; gap null if none was proven."""
-    actions: dict[str, Json] = {}
-    for action in ACTIONS:
-        tensors, size = report.total(action)
-        actions[action] = {"tensors": tensors, "bytes": size}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "status": report.status,
-        "gap": report.gap if report.gap >= 0 else None,
-        "bound_seconds": report.bound_seconds,
-        "step_seconds": report.step_seconds,
-        "bubble": report.bubble,
-        "samples_per_second": report.samples_per_second,
-        "model": {"name": report.model, "parameters": report.parameters},
-        "machine": {
-            "name": report.machine,
-            "gpus": report.gpus,
-            "reserve": report.reserve,
-            "host_memory_bytes": report.host_memory_bytes,
-        },
-        "recipe": {
-            "precision": report.precision,
-            "optimizer": report.optimizer,
-            "bytes_per_parameter": report.bytes_per_parameter,
-            "words": report.recipe_words,
-        },
-        "schedule": {"name": report.schedule, "micro_batch": report.micro_batch, "micro_batches": report.micro_batches},
-        "stages": [_stage_document(stage) for stage in report.stages],
-        "actions": actions,
-        "kinds": [
-            {
-                "kind": row.kind,
-                "action": row.action,
-                "tensors": row.tensors,
-                "bytes": row.bytes,
-                "held_bytes": row.held_bytes,
-                "seconds": row.seconds,
-            }
-            for row in report.actions
-        ],
-        "d2d": [
-            {
-                "from_gpu": row.from_gpu,
-                "to_gpu": row.to_gpu,
-                "bytes": row.bytes,
-                "pool_bytes": row.pool_bytes,
-                "link_use": row.link_use,
-            }
-            for row in report.stripes
-            if row.to_gpu != HOST
-        ],
-        "host": [
-            {"gpu": row.from_gpu, "bytes": row.bytes, "pool_bytes": row.pool_bytes, "link_use": row.link_use}
-            for row in report.stripes
-            if row.to_gpu == HOST
-        ],
-        "files": list(files),
-        "timings": dict(sorted(timings.items())),
-    }
-
-
-def _stage_document(stage: StageReport) -> dict[str, Json]:
-    causes: dict[str, Json] = {f"{cause.replace(' ', '_')}_bytes": size for cause, size in stage.causes}
-    return {
-        "stage": stage.stage,
-        "gpu": stage.gpu,
-        "layers": stage.layers,
-        "parameters": stage.parameters,
-        "unplanned_peak_bytes": stage.unplanned_peak_bytes,
-        "peak_bytes": stage.peak_bytes,
-        "peak_action": stage.peak_action,
-        "capacity_bytes": stage.capacity_bytes,
-        "usable_bytes": stage.usable_bytes,
-        "in_flight": stage.in_flight,
-        "forward_seconds": stage.forward_seconds,
-        "backward_seconds": stage.backward_seconds,
-        "recompute_seconds": stage.recompute_seconds,
-        "stall_seconds": stage.stall_seconds,
-        "causes": causes,
-    }
-
-
-def count(number: int) -> str:
-    """15.34 B, 51.4 M, 920 K or 12."""
-    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= factor:
-            return f"{number / factor:.{2 if unit == 'B' else 1}f} {unit}"
-    return str(number)
-
-
-def seconds(value: float) -> str:
-    """12.34 s, 56.7 ms or 8.9 us."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
-
-
-def rounds(iterations: int) -> str:
-    """How many times the problem was solved."""
-    return "one round" if iterations == 1 else f"{iterations} rounds"
-
-
-def _ceil_percent(share: float) -> str:
-    """A share in percent, rounded up to a tenth: a proof must not be rounded down."""
-    tenths = int(share * 1000)
-    return f"{(tenths + (tenths < share * 1000 - 1e-9)) / 10:.1f} %"
+def _named(name: str, lines: Sequence[str]) -> list[Table]:
+    """Lines under one name."""
+    return [_line(name if index == 0 else "", words) for index, words in enumerate(lines)]
 
 
 def _scale(largest: int) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mpress.dataflow import alias_source
-from mpress.graph import Graph, Kind, Op, Phase, Storage, Tensor, reads
+from mpress.graph import ITEM_BYTES, Graph, Kind, Op, Phase, Storage, Tensor, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,6 @@ def dense(tensor: Tensor, storage: Storage) -> bool:
             return False
         expected *= size
     return tensor.offset == 0 and expected * ITEM_BYTES[tensor.dtype] == storage.bytes
-
-
-ITEM_BYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "uint16": 2, "uint32": 4, "uint64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-}  # fmt: skip
 
 
 @dataclass(slots=True)

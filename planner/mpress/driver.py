@@ -1,7 +1,7 @@
-"""From a model file to two written files: a printable list of steps and a dumb runner.  Start reading here.
+"""From a model file, or a graph file, to written files: printable lists of steps and a dumb runner.  Start reading here.
 
 Each step reads what earlier steps left on the bench and leaves its own result there.  Nothing is written before the last step, so a
-refusal anywhere leaves the files of an earlier plan as they are.
+refusal anywhere leaves the files of an earlier plan as they are.  Only what traces imports torch: planning a graph file needs none.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mpress import __version__
 from mpress.atomic import check_directory, write_files
 from mpress.cells import Chain
+from mpress.costs import check_precision
 from mpress.emit.module import emit_module
 from mpress.emit.report import Report, make_report
 from mpress.emit.schedule_file import Certificate, emit_schedule
-from mpress.errors import InputError
+from mpress.errors import BrokenPlanError, InputError
 from mpress.fold import fold
 from mpress.graph import Graph
+from mpress.graph_check import parameter_dtype
+from mpress.graph_file import is_graph_file, load_graph, read_graph, write_graph
 from mpress.machine import Machine, load_machine
 from mpress.modes import build_workload
-from mpress.options import Options
+from mpress.options import Attention, Options, Recording
 from mpress.plan import Plan
 from mpress.problem import Problem
 from mpress.program import CellProgram
-from mpress.recipe import Recipe
+from mpress.recipe import Precision, Recipe
 from mpress.simulate import Replay
 from mpress.solve.explain import unplanned
 from mpress.solve.search import Solution, plan
-from mpress.trace.fx_export import to_fx
-from mpress.trace.record import trace
-from mpress.trace.semantics import Semantics
 from mpress.units import Seconds
 from mpress.verify import verify
 from mpress.workload import Workload
@@ -47,6 +48,15 @@ class Outcome:
     report: Report
     files: tuple[str, ...]
     timings: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A recorded step and the graph file that holds it."""
+
+    graph: Graph
+    precision: Precision
+    file: str
 
 
 class Bench:
@@ -87,25 +97,66 @@ class Step:
 
 
 def plan_model(options: Options, on_step: Progress) -> Outcome:
-    """Plan a model; raises MpressError.  `on_step` hears of each step when it begins (seconds None) and when it ends."""
+    """Plan a model or a graph file; raises MpressError.  `on_step` hears of each step when it begins (seconds None) and when it ends."""
     bench = Bench(options, on_step)
     spent: dict[str, float] = {}
-    for step in STEPS:
-        on_step(step.name, None, "")
-        started = time.perf_counter()
-        note = step.run(bench)
-        seconds = time.perf_counter() - started
+    for step in GRAPH_STEPS if is_graph_file(options.model) else STEPS:
+        seconds = _timed(step.name, partial(step.run, bench), on_step)
         spent[step.phase] = spent.get(step.phase, 0.0) + seconds
-        on_step(step.name, seconds, note)
     return Outcome(bench.report, bench.written, tuple(spent.items()))
+
+
+def trace_model(recording: Recording, out: Path | None, on_step: Progress) -> Traced:
+    """Record a model and write the graph file, MODEL.graph.json if `out` is None; raises MpressError.
+
+    Nothing is written that does not read back as the same graph.
+    """
+    path = out or Path(graph_name(recording.model))
+    if is_graph_file(recording.model):
+        raise InputError("option", f"{recording.model} is a graph file already", "mpress-plan trace", "give a model file (.py)")
+    if not is_graph_file(path.name):
+        hint = "call it NAME.graph.json: what ends in .json is read as a graph"
+        raise InputError("option", f"a graph file ends in .json, '{path.name}' does not", "--out", hint)
+    check_directory(path.parent)
+    graphs: list[Graph] = []
+
+    def record() -> str:
+        graphs.append(_record(recording))
+        return _traced_words(graphs[0])
+
+    def write() -> str:
+        text = write_graph(graphs[0])
+        if repr(read_graph(text, path.name)) != repr(graphs[0]):  # as text: nan is not equal to itself
+            raise BrokenPlanError("graph-differs", "the graph file does not read back as the graph that was recorded", path.name)
+        write_files(((path, text),))
+        return path.name
+
+    _timed("trace", record, on_step)
+    _timed("write", write, on_step)
+    return Traced(graphs[0], recording.precision, str(path))
 
 
 def dump_fx(options: Options, on_step: Progress) -> str:
     """The recorded step in the text form of torch.fx, without planning it; raises MpressError."""
+    from mpress.trace.fx_export import to_fx  # late: torch
+
+    if is_graph_file(options.model):
+        raise InputError(
+            "option", "--dump-fx needs a model: a graph file is a dump already", "--dump-fx", "read the file, or name the model file"
+        )
     bench = Bench(options, on_step)
     for step in STEPS[:2]:
         step.run(bench)
     return str(to_fx(bench.graph).graph)
+
+
+def _timed(name: str, run: Callable[[], str], on_step: Progress) -> float:
+    on_step(name, None, "")
+    started = time.perf_counter()
+    note = run()
+    seconds = time.perf_counter() - started
+    on_step(name, seconds, note)
+    return seconds
 
 
 def _check(bench: Bench) -> str:
@@ -113,7 +164,7 @@ def _check(bench: Bench) -> str:
     options = bench.options
     for flag, value, least in (
         ("--gpus", options.gpus, 1),
-        ("--micro-batch", options.micro_batch, 1),
+        ("--micro-batch", options.recording.micro_batch, 1),
         ("--micro-batches", options.micro_batches, 1),
         ("--work-limit", options.work_limit, 0),
         ("--gap", options.gap, 0),
@@ -125,20 +176,58 @@ def _check(bench: Bench) -> str:
     if not options.dry_run:
         check_directory(options.out)
     bench.machine = load_machine(options.machine, gpus=options.gpus, reserve=options.reserve)
-    bench.recipe = Recipe(options.precision, options.optimizer)
+    if not is_graph_file(options.model):  # what a graph file was recorded in is known once it is read
+        _set_recipe(bench, options.recording.precision)
     return f"{bench.machine.name}, {options.gpus} GPUs"
 
 
+def _set_recipe(bench: Bench, precision: Precision) -> None:
+    bench.recipe = Recipe(precision, bench.options.optimizer)
+    check_precision(bench.machine, bench.recipe)
+
+
 def _trace(bench: Bench) -> str:
-    options = bench.options
-    bench.graph = trace(
-        options.model,
-        model_args=dict(options.model_args),
-        micro_batch=options.micro_batch,
-        precision=options.precision.value,
-        semantics=Semantics(attention=options.attention),
+    bench.graph = _record(bench.options.recording)
+    return _traced_words(bench.graph)
+
+
+def _record(recording: Recording) -> Graph:
+    from mpress.trace.record import trace  # late: torch
+    from mpress.trace.semantics import Semantics
+
+    return trace(
+        recording.model,
+        model_args=dict(recording.model_args),
+        micro_batch=recording.micro_batch,
+        precision=recording.precision.value,
+        semantics=Semantics(attention=recording.attention),
     )
-    return f"{len(bench.graph.ops)} operators, {sum(p.elements for p in bench.graph.parameters):,} parameters"
+
+
+def _read(bench: Bench) -> str:
+    """The graph file in place of a trace; what it was recorded with cannot be asked for again."""
+    options = bench.options
+    for flag, used in (("--model-arg", bool(options.model_args)), ("--attention", options.attention is not Attention.AUTO)):
+        if used:
+            hint = f"leave it out, or trace the model again: mpress-plan trace MODEL.py {flag} ..."
+            raise InputError("option", f"{flag} has no meaning for a graph file: that was settled when the model was traced", flag, hint)
+    graph = bench.graph = load_graph(Path(options.model))
+    precision = next(known for known in Precision if Recipe(known, options.optimizer).dtype == parameter_dtype(graph))
+    asked = (("--micro-batch", options.micro_batch, graph.micro_batch), ("--precision", _word(options.precision), precision.value))
+    for flag, wanted, recorded in asked:
+        if wanted is not None and wanted != recorded:
+            hint = f"leave {flag} out, or trace again: mpress-plan trace MODEL.py {flag} {wanted}"
+            raise InputError("option", f"{flag} is {wanted}, but the graph was recorded with {recorded}", flag, hint)
+    _set_recipe(bench, precision)
+    return f"{_traced_words(graph)}, {precision.value}, micro-batch {graph.micro_batch}"
+
+
+def _word(precision: Precision | None) -> str | None:
+    return None if precision is None else precision.value
+
+
+def _traced_words(graph: Graph) -> str:
+    return f"{len(graph.ops)} operators, {sum(p.elements for p in graph.parameters):,} parameters"
 
 
 def _fold(bench: Bench) -> str:
@@ -189,7 +278,27 @@ def _emit(bench: Bench) -> str:
         bound_seconds=Seconds(solution.bound_seconds),
         solver=solution.solver,
         iterations=solution.iterations,
+        no_module=_no_module(options),
     )
+    if bench.report.placed_layers != bench.report.layers:
+        placed = f"{bench.report.placed_layers} of {bench.report.layers} layers are on a stage"
+        raise BrokenPlanError("partition", placed, bench.graph.model)
+    bench.schedule_text = emit_schedule(
+        bench.graph,
+        bench.chain,
+        bench.workload,
+        bench.programs,
+        solution.plan,
+        bench.replay,
+        Certificate(solution.solver, solution.status, solution.bound_seconds, solution.gap),
+        machine=bench.machine.name,
+        precision=bench.recipe.precision.value,
+        optimizer=options.optimizer.value,
+        version=__version__,
+    )
+    if bench.report.no_module:
+        bench.module_text = ""
+        return f"{bench.schedule_text.count(chr(10))} lines of schedule"
     module_name, schedule_name = file_names(options.model)
     bench.module_text = emit_module(
         bench.graph,
@@ -205,37 +314,40 @@ def _emit(bench: Bench) -> str:
         module_name=module_name,
         version=__version__,
     )
-    bench.schedule_text = emit_schedule(
-        bench.graph,
-        bench.chain,
-        bench.workload,
-        bench.programs,
-        solution.plan,
-        bench.replay,
-        Certificate(solution.solver, solution.status, solution.bound_seconds, solution.gap),
-        machine=bench.machine.name,
-        precision=options.precision.value,
-        optimizer=options.optimizer.value,
-        version=__version__,
-    )
     return f"{bench.module_text.count(chr(10))} lines"
+
+
+def _no_module(options: Options) -> str:
+    """Why no module is written, "" where one is."""
+    if is_graph_file(options.model):
+        return "planned from a graph file, which holds the step but not the model"
+    return "--schedule-only" if options.schedule_only else ""
 
 
 def _write(bench: Bench) -> str:
     bench.written = ()
     if bench.options.dry_run:
         return "nothing (dry run)"
-    module, schedule = file_names(bench.options.model)
-    write_files(((bench.options.out / module, bench.module_text), (bench.options.out / schedule, bench.schedule_text)))
-    bench.written = tuple(str(bench.options.out / name) for name in (module, schedule))
-    return ", ".join((module, schedule))
+    named = zip(file_names(bench.options.model), (bench.module_text, bench.schedule_text), strict=True)
+    files = tuple((bench.options.out / name, text) for name, text in named if text)
+    write_files(files)
+    bench.written = tuple(str(path) for path, _ in files)
+    return ", ".join(path.name for path, _ in files)
 
 
 def file_names(model: str) -> tuple[str, str]:
-    """ "models/gpt.py:factory" -> ("gpt_mpress.py", "gpt.schedule.json")."""
-    path = model if model.endswith(".py") else model.rpartition(":")[0] or model
-    stem = Path(path).stem
-    return f"{stem}_mpress.py", f"{stem}.schedule.json"
+    """ "models/gpt.py:factory" or "gpt.graph.json" -> ("gpt_mpress.py", "gpt.schedule.json")."""
+    return f"{_stem(model)}_mpress.py", f"{_stem(model)}.schedule.json"
+
+
+def graph_name(model: str) -> str:
+    """ "models/gpt.py:factory" -> "gpt.graph.json"."""
+    return f"{_stem(model)}.graph.json"
+
+
+def _stem(model: str) -> str:
+    path = model if model.endswith(".py") or is_graph_file(model) else model.rpartition(":")[0] or model
+    return Path(path).stem.removesuffix(".graph")
 
 
 STEPS = (
@@ -248,3 +360,4 @@ STEPS = (
     Step("emit", "emit_seconds", _emit),
     Step("write", "emit_seconds", _write),
 )
+GRAPH_STEPS = tuple(Step("read", step.phase, _read) if step.name == "trace" else step for step in STEPS)

@@ -47,6 +47,13 @@ class Name:
 Literal = int | float | bool | str | None
 Argument = Literal | Ref | Name | tuple["Argument", ...]
 
+# bytes of an element, by the name of its dtype
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:

@@ -9,6 +9,9 @@ from pathlib import Path
 from mpress.plan import ScheduleKind
 from mpress.recipe import Optimizer, Precision
 
+DEFAULT_MICRO_BATCH = 1
+DEFAULT_PRECISION = Precision.BF16
+
 
 class Attention(Enum):
     """The kernel of scaled_dot_product_attention; AUTO is the one torch would choose on a GPU."""
@@ -27,16 +30,31 @@ class View(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Which step to record: everything a graph depends on."""
+
+    model: str
+    model_args: tuple[tuple[str, str], ...]
+    micro_batch: int
+    precision: Precision
+    attention: Attention
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for.  model: "model.py" or "model.py:factory"; work_limit: deterministic units of solver work, 0 = default."""
+    """What the user asked for.  model: "model.py", "model.py:factory" or a graph file, "model.graph.json".
+
+    micro_batch, precision: None where the user left it open (then 1 and bf16, or what the graph file was recorded with).
+    work_limit: deterministic units of solver work, 0 = default.  schedule_only: write no module, so operators need no form in one.
+    """
 
     model: str
     gpus: int
     machine: str
-    micro_batch: int
+    micro_batch: int | None
     micro_batches: int
     schedule: ScheduleKind
-    precision: Precision
+    precision: Precision | None
     optimizer: Optimizer
     gap: float
     reserve: float
@@ -45,3 +63,15 @@ class Options:
     out: Path
     dry_run: bool
     attention: Attention = Attention.AUTO
+    schedule_only: bool = False
+
+    @property
+    def recording(self) -> Recording:
+        """What to record of a model file, where the user left something open with the usual."""
+        return Recording(
+            self.model,
+            self.model_args,
+            DEFAULT_MICRO_BATCH if self.micro_batch is None else self.micro_batch,
+            self.precision or DEFAULT_PRECISION,
+            self.attention,
+        )

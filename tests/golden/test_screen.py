@@ -9,7 +9,8 @@ from collections.abc import Callable
 from rich.console import Console
 
 from made_report import report
-from mpress_cli.render import json_document, screen
+from mpress_cli.document import json_document
+from mpress_cli.render import screen
 
 TIMINGS = {"trace_seconds": 1.0, "solve_seconds": 2.5, "emit_seconds": 0.5}
 FILES = ("out/gpt_mpress.py", "out/gpt.schedule.json")

@@ -64,9 +64,10 @@ def test_options_reach_the_driver(seen: list[Options], tmp_path: Path) -> None:
     assert run([*line.split(), "--out", str(tmp_path)]) == 0
     (options,) = seen
     assert (options.model, options.gpus, options.schedule, options.out) == ("m.py:make", 4, ScheduleKind.GPIPE, tmp_path)
-    assert (options.precision.value, options.optimizer.value, options.gap) == ("fp16", "sgd-momentum", 0.02)
+    assert (options.recording.precision.value, options.optimizer.value, options.gap) == ("fp16", "sgd-momentum", 0.02)
     assert options.model_args == (("a", "1"), ("b", "x=y"))
-    assert (options.micro_batch, options.micro_batches, options.reserve) == (1, 32, 0.05)
+    assert (options.micro_batch, options.recording.micro_batch, options.micro_batches, options.reserve) == (None, 1, 32, 0.05)
+    assert not options.schedule_only
 
 
 def test_data_on_stdout_talk_on_stderr(seen: list[Options], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,12 @@ from rich.console import Console
 
 from made_report import report
 from mpress.cells import Cell, Chain
-from mpress.emit.report import Report, StripeReport, layer_words
+from mpress.emit.layers import layer_words
+from mpress.emit.report import InputReport, Report, StripeReport, TieReport
 from mpress.units import GIB, Bytes
-from mpress_cli.render import count, json_document, proof_words, screen, seconds
+from mpress_cli.document import json_document
+from mpress_cli.render import screen
+from mpress_cli.words import assumption_lines, count, proof_words, seconds, shape_words, tie_lines
 
 TIMINGS = {"trace_seconds": 1.0, "solve_seconds": 2.5, "emit_seconds": 0.5}
 FILES = ("out/gpt_mpress.py", "out/gpt.schedule.json")
@@ -121,3 +124,39 @@ def test_layers_of_blocks_cut_at_their_modules() -> None:
 def test_numbers_are_short() -> None:
     assert [count(n) for n in (7, 1500, 51_400_000, 15_340_000_000)] == ["7", "1.5 K", "51.4 M", "15.34 B"]
     assert [seconds(s) for s in (12.345, 0.0567, 8.9e-6)] == ["12.35 s", "56.7 ms", "8.9 us"]
+
+
+def test_tied_copies_are_named_with_what_they_move() -> None:
+    assert tie_lines(report()) == ("wte.weight is stored on GPU 0 and GPU 7, its gradient is all-reduced: 0.38 GiB a step",)
+    frozen = TieReport(("bias",), (0, 1, 2), Bytes(0))
+    many = (frozen, *(TieReport((f"t{i}",), (0, 1), Bytes(GIB)) for i in range(4)))
+    lines = tie_lines(replace(report(), ties=many))
+    assert lines[0] == "bias is stored on GPU 0, GPU 1 and GPU 2, it is not trained"
+    assert len(lines) == 4 and lines[-1] == "... and 2 more, 2.00 GiB a step"
+    assert "tied" not in printed(replace(report(), ties=()))
+
+
+def test_shapes_say_where_inputs_enter() -> None:
+    assert shape_words(report()) == "planned for the example shapes only: micro-batch 1, tokens 1x2048 (stage 0), targets 1x2048 (stage 7)"
+    inputs = (
+        InputReport("mask", (4, 1), "bool", tuple(range(8))),
+        InputReport("scale", (), "float32", (0, 3)),
+        InputReport("spare", (2,), "int64", ()),
+    )
+    words = shape_words(replace(report(), micro_batch=4, inputs=inputs))
+    assert words.endswith("micro-batch 4, mask 4x1 (all stages), scale scalar (stages 0 and 3), spare 2 (not read)")
+
+
+def test_assumptions_are_few_on_the_screen_and_all_in_the_document() -> None:
+    made = tuple(f"assumption {i}" for i in range(8))
+    assert assumption_lines(made) == (*made[:5], "... and 3 more, all in --json")
+    assert assumption_lines(made[:5]) == made[:5]
+    value = replace(report(), assumptions=made, checkpoints=30, no_module="planned from a graph file")
+    text = printed(value)
+    assert "assumption 4" in text and "assumption 5" not in text and "... and 3 more" in text
+    assert "30 regions by the model's own checkpoints" in text and "no module: planned from a graph file" in text
+    assert "72/72 layers placed" in text
+    document = json_document(value, (), TIMINGS)
+    assert document["assumptions"] == list(made) and document["checkpoints"] == 30
+    assert document["no_module"] == "planned from a graph file" and document["layers"] == {"placed": 72, "total": 72}
+    assert document["tied"] == [{"names": ["wte.weight", "lm_head.weight"], "gpus": [0, 7], "reduced_bytes": 3 * GIB // 8}]

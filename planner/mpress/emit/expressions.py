@@ -150,5 +150,5 @@ def _no_form(op: Op, why: str) -> InputError:
         "no-form",
         f"{op.target} {why}; it has no form in the emitted module",
         where=f"{op.source.place()} in module '{op.module}'",
-        hint="rewrite this line, or wait for a version that can emit it",
+        hint="rewrite this line, or plan without a module: --schedule-only",
     )

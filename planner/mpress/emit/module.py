@@ -52,7 +52,7 @@ def emit_module(
             "no-form",
             f"the model has buffers ({names}), which have no form in the emitted module yet",
             where=graph.buffers[0].names[0],
-            hint="compute them in forward, or make them parameters that need no gradient",
+            hint="compute them in forward, or plan without a module: --schedule-only",
         )
     text = _header(graph, chain, workload, plan, replay, machine, recipe, schedule_name, module_name, version)
     text += [

@@ -1,28 +1,28 @@
 """What was decided and what it costs, as plain values for the terminal and for `--json`.  Computes; never prints.
 
-Bytes and tensors of actions count one micro-batch, summed over all stages; `held_bytes` multiplies by the micro-batches a stage keeps
-in flight, which is what an action moves off (or leaves on) the GPUs at the peak.
+`actions` tells what happens to which tensors, `layers` names what a stage holds.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mpress.cells import Cell, Chain
-from mpress.costs import op_dtype, op_seconds
-from mpress.dataflow import study
-from mpress.graph import Graph, Op
+from mpress.emit.actions import ActionReport, count_actions
+from mpress.emit.layers import layer_words, placed_layers
+from mpress.graph import Graph
 from mpress.holdings import trainable_elements
 from mpress.machine import Machine
 from mpress.plan import HOST, Plan, StagePlan, in_flight
-from mpress.program import CellProgram, Verb
+from mpress.program import CellProgram
 from mpress.recipe import Recipe
 from mpress.simulate import Replay
 from mpress.units import Bytes, Seconds
 from mpress.workload import Workload
 
-ACTIONS = ("keep", "recompute", "swap_host", "swap_d2d")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,6 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ActionReport:
-    """What happens to the tensors of one kind ("mlp.c_fc addmm"): an action of ACTIONS, how many, how much.
-
-    seconds: compute time of a step spent on rebuilding them (recompute only; swaps cost the stall seconds of stages).
-    """
-
-    kind: str
-    action: str
-    tensors: int
-    bytes: Bytes
-    held_bytes: Bytes
-    seconds: Seconds
-
-
-@dataclass(frozen=True, slots=True)
 class StripeReport:
     """Stripes of one owner in one pool (a GPU, or HOST).  bytes: one way, per step; the same comes back.
 
@@ -76,8 +61,31 @@ class StripeReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TieReport:
+    """A parameter stored on several GPUs.  reduced_bytes: its gradient, which they all-reduce once a step (0 for a frozen one)."""
+
+    names: tuple[str, ...]
+    gpus: tuple[int, ...]
+    reduced_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InputReport:
+    """An input of the model, the shape of one micro-batch of it, and the stages that read it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """A whole plan.  gap: proven distance from the best plan under the cost model, as a fraction of the step (-1: none proven)."""
+    """A whole plan.  gap: proven distance from the best plan under the cost model, as a fraction of the step (-1: none proven).
+
+    layers, placed_layers: numbered blocks of the model, and those that are whole on the stages (always all of them).
+    checkpoints: regions the model's own checkpoints recompute.  no_module: why no module is written, "" if one is.
+    """
 
     model: str
     machine: str
@@ -106,50 +114,18 @@ class Report:
     stages: tuple[StageReport, ...]
     actions: tuple[ActionReport, ...]
     stripes: tuple[StripeReport, ...]
+    layers: int
+    placed_layers: int
+    ties: tuple[TieReport, ...]
+    inputs: tuple[InputReport, ...]
+    checkpoints: int
+    assumptions: tuple[str, ...]
+    no_module: str
 
     def total(self, action: str) -> tuple[int, Bytes]:
         """(tensors, bytes) of one action over all kinds, for one micro-batch."""
         rows = [row for row in self.actions if row.action == action]
         return sum(row.tensors for row in rows), Bytes(sum(row.bytes for row in rows))
-
-
-def layer_words(chain: Chain, first: int, last: int) -> str:
-    """Cells [first, last) in few words: "wte..drop, h.0-h.8, h.9.attn"; a block is named whole when all its cells are there."""
-    parts: dict[str, int] = {}
-    for cell in chain.cells:
-        parts[_block(cell.name)] = parts.get(_block(cell.name), 0) + 1
-    runs: list[tuple[str, list[str]]] = []  # (block, its cells in this stage)
-    for cell in chain.cells[first:last]:
-        block = _block(cell.name)
-        if runs and runs[-1][0] == block:
-            runs[-1][1].append(cell.name)
-        else:
-            runs.append((block, [cell.name]))
-    whole = [len(inside) == parts[block] for block, inside in runs]
-    words: list[str] = []
-    position = 0
-    while position < len(runs):
-        block, inside = runs[position]
-        end = position
-        if whole[position]:
-            while end + 1 < len(runs) and whole[end + 1] and _follows(runs[end][0], runs[end + 1][0]):
-                end += 1
-            words.append(block if end == position else f"{block}-{runs[end][0]}")
-        else:
-            words += inside if len(inside) < 3 else [f"{inside[0]}-{inside[-1]}"]
-        position = end + 1
-    return ", ".join(words)
-
-
-def _block(name: str) -> str:
-    """ "h.3" of "h.3.attn" and of "h.3/2"; the name without its part where no number is in it."""
-    found = re.match(r"((?:[^./]+\.)*?\d+)(?=[./]|$)", name)
-    return found[1] if found else name.split("/", 1)[0]
-
-
-def _follows(a: str, b: str) -> bool:
-    first, second = re.fullmatch(r"(.*?)(\d+)", a), re.fullmatch(r"(.*?)(\d+)", b)
-    return bool(first and second and first[1] == second[1] and int(second[2]) == int(first[2]) + 1)
 
 
 def stage_parameters(graph: Graph, chain: Chain, stage: StagePlan) -> int:
@@ -175,6 +151,7 @@ def make_report(
     bound_seconds: Seconds,
     solver: str,
     iterations: int,
+    no_module: str,
 ) -> Report:
     """Gather everything the terminal shows.  `unplanned` is plain pipelining of the same model: its plan and its replay."""
     plain = {stage.device: seen.peak_bytes for stage, seen in zip(unplanned[0].stages, unplanned[1].stages, strict=True)}
@@ -201,6 +178,7 @@ def make_report(
             )
         )
     samples = graph.micro_batch * plan.micro_batches
+    placed, layers = placed_layers(graph, chain, plan)
     return Report(
         model=graph.model,
         machine=machine.name,
@@ -227,9 +205,40 @@ def make_report(
         solver=solver,
         iterations=iterations,
         stages=tuple(stages),
-        actions=_actions(graph, chain, workload, programs, machine, plan),
+        actions=count_actions(graph, chain, workload, programs, machine, plan),
         stripes=_stripes(machine, plan, replay),
+        layers=layers,
+        placed_layers=placed,
+        ties=_ties(graph, chain, workload, plan),
+        inputs=_inputs(graph, chain, plan),
+        checkpoints=graph.checkpoints,
+        assumptions=graph.assumptions,
+        no_module=no_module,
     )
+
+
+def _ties(graph: Graph, chain: Chain, workload: Workload, plan: Plan) -> tuple[TieReport, ...]:
+    """Parameters that cells of several stages use; the bytes are those the replay all-reduces."""
+    rows = []
+    for parameter in graph.parameters:
+        used = _stages_of(chain, plan, parameter.names[0], lambda cell: cell.parameters)
+        if len(used) > 1:
+            size = parameter.elements * workload.gradient_element_bytes if parameter.trainable else 0
+            rows.append(TieReport(parameter.names, tuple(plan.stages[s].device for s in used), Bytes(size)))
+    return tuple(rows)
+
+
+def _inputs(graph: Graph, chain: Chain, plan: Plan) -> tuple[InputReport, ...]:
+    rows = []
+    for item in graph.inputs:
+        tensor = graph.tensors[item.tensor]
+        rows.append(InputReport(item.name, tensor.shape, tensor.dtype, _stages_of(chain, plan, item.tensor, lambda cell: cell.user_inputs)))
+    return tuple(rows)
+
+
+def _stages_of(chain: Chain, plan: Plan, wanted: Item, uses: Callable[[Cell], tuple[Item, ...]]) -> tuple[int, ...]:
+    """Stages with a cell that uses something."""
+    return tuple(s for s, stage in enumerate(plan.stages) if any(wanted in uses(cell) for cell in chain.cells[stage.first : stage.last]))
 
 
 def _causes(seen: tuple[tuple[str, Bytes], ...], elements: int, trainable: int, recipe: Recipe) -> tuple[tuple[str, Bytes], ...]:
@@ -243,69 +252,6 @@ def _causes(seen: tuple[tuple[str, Bytes], ...], elements: int, trainable: int, 
         gradients = trainable * recipe.gradient_bytes
         result += [("weights", Bytes(weights)), ("gradients", Bytes(gradients)), ("optimizer", Bytes(size - weights - gradients))]
     return tuple(result)
-
-
-def _actions(
-    graph: Graph, chain: Chain, workload: Workload, programs: tuple[tuple[CellProgram, ...], ...], machine: Machine, plan: Plan
-) -> tuple[ActionReport, ...]:
-    kinds = [_Kinds(graph, chain.cells[index]) for index in chain.representatives]
-    counts: dict[tuple[str, str], list[int]] = {}
-    costs: dict[tuple[str, str], float] = {}
-    for s, stage in enumerate(plan.stages):
-        depth = in_flight(plan.schedule, len(plan.stages), s, plan.micro_batches)
-        away = sum(share.bytes for share in stage.shares)
-        peers = sum(share.bytes for share in stage.shares if share.pool != HOST)
-        device = machine.devices[stage.device]
-        for cell, index in zip(chain.cells[stage.first : stage.last], stage.modes, strict=True):
-            mode, program, kind = workload.types[cell.type].modes[index], programs[cell.type][index], kinds[cell.type]
-            saved = dict.fromkeys(graph.tensors[root].storage for root in program.saved)
-            rows = [(storage, "keep", int(graph.storages[storage].bytes)) for storage in saved if storage not in mode.swap]
-            rows += [(storage, "recompute", int(graph.storages[storage].bytes)) for storage in mode.recompute]
-            for storage in mode.swap:
-                size = int(graph.storages[storage].bytes)
-                striped = size * peers // away if away else 0
-                rows += [(storage, action, part) for action, part in (("swap_d2d", striped), ("swap_host", size - striped)) if part]
-            for storage, action, size in rows:
-                row = counts.setdefault((kind.of_storage(storage), action), [0, 0, 0])
-                row[0] += 1
-                row[1] += size
-                row[2] += size * depth
-            for line in program.backward:
-                if line.verb is Verb.RECOMPUTE:
-                    op = kind.flow.ops[line.op]
-                    key = (kind.of_op(op), "recompute")
-                    counts.setdefault(key, [0, 0, 0])  # rebuilt on the way to another tensor
-                    costs[key] = costs.get(key, 0.0) + plan.micro_batches * op_seconds(op, device, op_dtype(op, kind.flow))
-    order = sorted(counts.items(), key=lambda item: (ACTIONS.index(item[0][1]), -item[1][2], item[0][0]))
-    return tuple(
-        ActionReport(kind, action, row[0], Bytes(row[1]), Bytes(row[2]), Seconds(costs.get((kind, action), 0.0)))
-        for (kind, action), row in order
-    )
-
-
-class _Kinds:
-    """Names the tensors of one cell type in the user's words: the module that makes them, without its block's number, and the operator."""
-
-    def __init__(self, graph: Graph, cell: Cell) -> None:
-        self.flow = study(graph, cell)
-        self._cell = cell
-        self._makers: dict[int, Op] = {}
-        for index in cell.forward:
-            op = self.flow.ops[index]
-            for output in op.outputs:
-                if output >= 0 and not op.view:
-                    self._makers.setdefault(graph.tensors[output].storage, op)
-
-    def of_storage(self, storage: int) -> str:
-        """ "mlp.c_fc addmm", or "mlp input" for what an earlier cell made."""
-        op = self._makers.get(storage)
-        return self.of_op(op) if op is not None else f"{self._cell.name.removeprefix(self._cell.prefix)} input"
-
-    def of_op(self, op: Op) -> str:
-        """ "mlp.c_fc addmm"."""
-        module = f"{op.module}.".removeprefix(self._cell.prefix).rstrip(".")
-        name = op.name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
-        return f"{module} {name}".strip()
 
 
 def _stripes(machine: Machine, plan: Plan, replay: Replay) -> tuple[StripeReport, ...]:
