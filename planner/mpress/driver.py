@@ -23,7 +23,7 @@ from mpress.errors import BrokenPlanError, InputError
 from mpress.fold import fold
 from mpress.graph import Graph
 from mpress.graph_check import parameter_dtype
-from mpress.graph_file import is_graph_file, load_graph, read_graph, write_graph
+from mpress.graph_file import SUFFIX, is_graph_file, load_graph, read_graph, write_graph
 from mpress.machine import Machine, load_machine
 from mpress.modes import build_workload
 from mpress.options import Attention, Options, Recording
@@ -63,11 +63,12 @@ class Bench:
     """What the steps have made so far; each attribute exists once its step has run."""
 
     __slots__ = (
-        "chain", "graph", "machine", "module_text", "options", "plan", "problem", "programs", "progress", "recipe", "replay", "report",
-        "schedule_text", "solution", "unplanned", "workload", "written",
+        "chain", "from_file", "graph", "machine", "module_text", "options", "plan", "problem", "programs", "progress",
+        "recipe", "replay", "report", "schedule_text", "solution", "unplanned", "workload", "written",
     )  # fmt: skip
     options: Options
     progress: Progress
+    from_file: bool  # a graph file stands in for the model
     graph: Graph
     chain: Chain
     machine: Machine
@@ -84,7 +85,7 @@ class Bench:
     written: tuple[str, ...]
 
     def __init__(self, options: Options, progress: Progress) -> None:
-        self.options, self.progress = options, progress
+        self.options, self.progress, self.from_file = options, progress, is_graph_file(options.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def plan_model(options: Options, on_step: Progress) -> Outcome:
     """Plan a model or a graph file; raises MpressError.  `on_step` hears of each step when it begins (seconds None) and when it ends."""
     bench = Bench(options, on_step)
     spent: dict[str, float] = {}
-    for step in GRAPH_STEPS if is_graph_file(options.model) else STEPS:
+    for step in GRAPH_STEPS if bench.from_file else STEPS:
         seconds = _timed(step.name, partial(step.run, bench), on_step)
         spent[step.phase] = spent.get(step.phase, 0.0) + seconds
     return Outcome(bench.report, bench.written, tuple(spent.items()))
@@ -114,8 +115,8 @@ def trace_model(recording: Recording, out: Path | None, on_step: Progress) -> Tr
     path = out or Path(graph_name(recording.model))
     if is_graph_file(recording.model):
         raise InputError("option", f"{recording.model} is a graph file already", "mpress-plan trace", "give a model file (.py)")
-    if not is_graph_file(path.name):
-        hint = "call it NAME.graph.json: what ends in .json is read as a graph"
+    if path.suffix != SUFFIX:
+        hint = f"call it {graph_name(recording.model)}"
         raise InputError("option", f"a graph file ends in .json, '{path.name}' does not", "--out", hint)
     check_directory(path.parent)
     graphs: list[Graph] = []
@@ -140,11 +141,11 @@ def dump_fx(options: Options, on_step: Progress) -> str:
     """The recorded step in the text form of torch.fx, without planning it; raises MpressError."""
     from mpress.trace.fx_export import to_fx  # late: torch
 
-    if is_graph_file(options.model):
+    bench = Bench(options, on_step)
+    if bench.from_file:
         raise InputError(
             "option", "--dump-fx needs a model: a graph file is a dump already", "--dump-fx", "read the file, or name the model file"
         )
-    bench = Bench(options, on_step)
     for step in STEPS[:2]:
         step.run(bench)
     return str(to_fx(bench.graph).graph)
@@ -176,7 +177,7 @@ def _check(bench: Bench) -> str:
     if not options.dry_run:
         check_directory(options.out)
     bench.machine = load_machine(options.machine, gpus=options.gpus, reserve=options.reserve)
-    if not is_graph_file(options.model):  # what a graph file was recorded in is known once it is read
+    if not bench.from_file:  # what a graph file was recorded in is known once it is read
         _set_recipe(bench, options.recording.precision)
     return f"{bench.machine.name}, {options.gpus} GPUs"
 
@@ -278,7 +279,7 @@ def _emit(bench: Bench) -> str:
         bound_seconds=Seconds(solution.bound_seconds),
         solver=solution.solver,
         iterations=solution.iterations,
-        no_module=_no_module(options),
+        no_module=_no_module(bench),
     )
     if bench.report.placed_layers != bench.report.layers:
         placed = f"{bench.report.placed_layers} of {bench.report.layers} layers are on a stage"
@@ -317,11 +318,11 @@ def _emit(bench: Bench) -> str:
     return f"{bench.module_text.count(chr(10))} lines"
 
 
-def _no_module(options: Options) -> str:
+def _no_module(bench: Bench) -> str:
     """Why no module is written, "" where one is."""
-    if is_graph_file(options.model):
+    if bench.from_file:
         return "planned from a graph file, which holds the step but not the model"
-    return "--schedule-only" if options.schedule_only else ""
+    return "--schedule-only" if bench.options.schedule_only else ""
 
 
 def _write(bench: Bench) -> str:
@@ -346,7 +347,7 @@ def graph_name(model: str) -> str:
 
 
 def _stem(model: str) -> str:
-    path = model if model.endswith(".py") or is_graph_file(model) else model.rpartition(":")[0] or model
+    path = model if model.endswith((".py", SUFFIX)) else model.rpartition(":")[0] or model
     return Path(path).stem.removesuffix(".graph")
 
 

@@ -36,8 +36,17 @@ _RANDOM_KEY = re.compile(r".*#\d{1,9}", re.ASCII)
 
 
 def is_graph_file(model: str) -> bool:
-    """Whether what the user calls a model is a graph file: its name ends in .json."""
-    return model.lower().endswith(SUFFIX)
+    """Whether what the user calls a model is a graph file: a .json that says so, in its name (gpt.graph.json) or in its text."""
+    name = model.lower()
+    if not name.endswith(SUFFIX):
+        return False
+    if name.endswith(f".graph{SUFFIX}"):
+        return True
+    try:
+        path = Path(model)
+        return path.is_file() and (path.stat().st_size > MOST_CHARACTERS or f'"{FORMAT}"'.encode() in path.read_bytes())
+    except OSError:
+        return False
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------------------

@@ -282,9 +282,15 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "more than" in refused(example()).message
 
 
-def test_names_of_graph_files() -> None:
-    assert is_graph_file("a/gpt.graph.json") and is_graph_file("G.JSON")
-    assert not is_graph_file("gpt.py") and not is_graph_file("gpt.json.py") and not is_graph_file("gpt.py:json")
+def test_a_graph_file_says_so_in_its_name_or_its_text(tmp_path: Path) -> None:
+    for name in ("gpt.graph.json", "a/GPT.Graph.JSON"):
+        assert is_graph_file(name)  # also a missing one: the refusal should speak of a graph
+    for name in ("gpt.py", "gpt.graph.json.py", "gpt.py:json", "missing.json", str(tmp_path)):
+        assert not is_graph_file(name)
+    ours, config = tmp_path / "two.json", tmp_path / "config.json"
+    ours.write_text(example())
+    config.write_text('{"model_type": "gpt2", "quantization_config": {"format": "pack-quantized"}}')
+    assert is_graph_file(str(ours)) and not is_graph_file(str(config))
 
 
 def test_extents_by_hand() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpress.errors import InputError
+from mpress.graph_file import is_graph_file
 from mpress.trace.as_eager import quiet
 from mpress.trace.model_file import ModelFile, parse_value
 from mpress.trace.training_inputs import Task, has_loss, make_inputs, plan_inputs
@@ -38,13 +39,7 @@ _HASH = re.compile(r"[0-9a-f]{12,}")
 
 def is_configuration(path: str) -> bool:
     """Whether a path names a .json file that is not a graph file of ours."""
-    if not path.endswith(".json"):
-        return False
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return True  # open_configuration says what is wrong with it
-    return not (isinstance(found, dict) and "format" in found)
+    return path.endswith(".json") and not is_graph_file(path)
 
 
 def open_configuration(path: str, overrides: Mapping[str, str], sequence: int) -> ModelFile:
