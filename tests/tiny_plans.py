@@ -1,4 +1,4 @@
-"""Plans made by hand for the toy GPT, emitted and loaded: what the end-to-end tests run."""
+"""Plans made by hand, emitted and loaded: what the end-to-end tests run.  `emit` for the toy GPT, `emit_model` for any model file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 from mpress.cells import Chain
 from mpress.emit.module import emit_module
 from mpress.emit.schedule_file import Certificate, emit_schedule
-from mpress.fold import fold
+from mpress.fold import check_chain, fold
 from mpress.graph import Graph
 from mpress.machine import load_machine
 from mpress.modes import build_workload
@@ -54,8 +54,25 @@ def emit(
 ) -> Emitted:
     """Trace the toy GPT, plan it by hand as `kind` says, simulate and emit it."""
     sizes = SIZES | changes
-    graph = trace(GPT, model_args=gpt_args(**sizes), micro_batch=2, precision=precision.value)
+    return emit_model(folder, GPT, gpt_args(**sizes), kind, stages, micro_batches, schedule, optimizer, precision)
+
+
+def emit_model(
+    folder: Path,
+    path: str,
+    model_args: dict[str, str],
+    kind: str,
+    stages: int,
+    micro_batches: int,
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
+    optimizer: Optimizer = Optimizer.ADAMW,
+    precision: Precision = Precision.FP32,
+) -> Emitted:
+    """The same for a model file."""
+    graph = trace(path, model_args=model_args, micro_batch=2, precision=precision.value)
     chain = fold(graph)
+    check_chain(graph, chain)
+    stages = min(stages, len(chain.cells))
     machine = load_machine("dgx-a100-40gb", gpus=stages, reserve=0.05)
     recipe = Recipe(precision, optimizer)
     workload, programs = build_workload(graph, chain, machine, recipe)

@@ -11,10 +11,14 @@ from mpress.graph import Argument, Graph, Name, Op, Ref, reads
 _BLOCK = re.compile(r"^(?P<container>(?:.*?\.)??)(?P<index>\d+)(?=\.|$)")
 
 
-def canonical(graph: Graph, cell: Cell) -> str:
-    """A digest of structure, shapes, constants, relative parameter names and dataflow of a cell, forward and backward."""
+def canonical(graph: Graph, cell: Cell, tied: frozenset[str]) -> str:
+    """A digest of structure, shapes, constants, relative parameter names and dataflow of a cell, forward and backward.
+
+    `tied` are the parameters that several cells use: cells that use different ones differ.
+    """
     writer = _Writer(graph, cell)
-    return hashlib.sha256("\n".join(writer.lines()).encode()).hexdigest()
+    ties = [f"tied {name}" for name in cell.parameters if name in tied]
+    return hashlib.sha256("\n".join([*writer.lines(), *ties]).encode()).hexdigest()
 
 
 class _Writer:

@@ -101,7 +101,11 @@ def study(graph: Graph, cell: Cell) -> Dataflow:
     tensors = {tensor.id: tensor for tensor in graph.tensors}
     sizes = {storage.id: int(storage.bytes) for storage in graph.storages if storage.kind is Kind.COMPUTED}
     position = {index: place for place, index in enumerate(cell.forward)}
-    maker = {tensor: op for op in ops.values() for tensor in op.outputs if tensor >= 0}
+    maker: dict[int, Op] = {}
+    for op in ops.values():
+        for tensor in op.outputs:
+            if tensor >= 0:
+                maker.setdefault(tensor, op)  # not an operator that writes it in place later
     mutated = {tensors[t].storage: place for index, place in position.items() for t in ops[index].mutates}
     # a buffer written anywhere in the step has another value when the backward runs
     unstable = {tensors[t].storage for op in graph.ops for t in op.mutates if tensors[t].storage not in sizes}

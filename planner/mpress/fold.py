@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -26,11 +27,13 @@ def fold(graph: Graph) -> Chain:
     positions = find_positions(graph)
     parts = [piece for part in _merge(graph, positions, _regions(graph, positions)) for piece in _split(graph, positions, part)]
     cells = fill(graph, positions, _named(graph, positions, parts))
+    users = Counter(name for cell in cells for name in cell.parameters)
+    tied = frozenset(name for name, count in users.items() if count > 1)
     types: dict[str, int] = {}
     representatives: list[int] = []
     typed: list[Cell] = []
     for cell in cells:
-        key = canonical(graph, cell)
+        key = canonical(graph, cell, tied)
         if key not in types:
             types[key] = len(types)
             representatives.append(cell.index)
@@ -207,7 +210,8 @@ def check_chain(graph: Graph, chain: Chain) -> None:
     for op in graph.ops:
         _require(len(owners.get(op.id, ())) == 1 or op.view, f"op {op.id} is in {len(owners.get(op.id, ()))} cells")
     _require(sum((s.period * s.count for s in chain.segments), ()) == tuple(c.type for c in chain.cells), "segments differ from cells")
-    made = {t for op in graph.ops for t in op.outputs if t >= 0}
+    computed = {t.id for t in graph.tensors if graph.storages[t.storage].kind is Kind.COMPUTED}
+    made = {t for op in graph.ops for t in op.outputs if t in computed}
     for cell in chain.cells:
         here = {*cell.inputs}
         for number in cell.forward:

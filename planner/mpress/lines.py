@@ -125,10 +125,12 @@ def _backward(flow: Dataflow, carried: frozenset[int], closure: tuple[Op, ...], 
     arriving = set(cell.gradient_inputs)
     first = _Step([], set(), [(s, t) for t in cell.gradient_inputs if (s := flow.storage(t)) is not None])
     steps.append(first)
+    written = {flow.storage(t): index for index in cell.backward for t in flow.ops[index].mutates}
     grads: dict[int, list[int]] = {}  # the op after which a contribution is complete, -1 for an arriving gradient
     for number in cell.contributions:
         root = flow.root(graph.contributions[number].tensor)
-        grads.setdefault(-1 if root in arriving else flow.maker[root].id, []).append(number)
+        made = -1 if root in arriving else flow.maker[root].id
+        grads.setdefault(max(made, written.get(flow.storage(root), -1)), []).append(number)
 
     def add_grads(after: int) -> None:
         for number in grads.get(after, ()):
@@ -150,7 +152,8 @@ def _backward(flow: Dataflow, carried: frozenset[int], closure: tuple[Op, ...], 
 
 
 def _computed(flow: Dataflow, verb: Verb, op: Op) -> _Step:
-    bound = [(s, t) for t in op.outputs if t >= 0 and (s := flow.storage(t)) is not None]
+    written = {flow.storage(t) for t in op.mutates}
+    bound = [(s, t) for t in op.outputs if t >= 0 and (s := flow.storage(t)) is not None and s not in written]
     return _Step([Line(verb, op.id, ())], set(flow.read_storages(op)), bound)
 
 

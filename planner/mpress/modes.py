@@ -6,11 +6,12 @@ or equals in memory, traffic and time is dropped.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from mpress.cells import Chain
 from mpress.costs import backward_seconds, check_precision, forward_seconds, optimizer_seconds_per_element, recompute_seconds
 from mpress.dataflow import Dataflow, study
-from mpress.errors import InputError
-from mpress.graph import Graph
+from mpress.graph import Graph, Parameter
 from mpress.levels import levels
 from mpress.lines import swappable, write_program
 from mpress.liveness import footprint
@@ -121,7 +122,7 @@ def _cost(graph: Graph, chain: Chain, flow: Dataflow, device: Device, ties: dict
     cell = flow.cell
     known = {parameter.names[0]: parameter for parameter in graph.parameters}
     parameters = [known[name] for name in cell.parameters]
-    trainable = [parameter.elements for parameter in parameters if parameter.trainable]
+    trainable = [_elements(graph, parameter) for parameter in parameters if parameter.trainable]
     return CellCost(
         name=cell.name,
         forward_seconds=forward_seconds(flow, device),
@@ -130,7 +131,7 @@ def _cost(graph: Graph, chain: Chain, flow: Dataflow, device: Device, ties: dict
         gradient_bytes=_storage_bytes(graph, cell.gradient_inputs),
         carried_bytes=Bytes(sum(graph.storages[s].bytes for s in cell.carried)),
         input_bytes=_storage_bytes(graph, cell.user_inputs),
-        parameter_elements=sum(parameter.elements for parameter in parameters),
+        parameter_elements=sum(_elements(graph, parameter) for parameter in parameters),
         trainable_elements=sum(trainable),
         trainable_tensors=len(trainable),
         largest_trainable_elements=max(trainable, default=0),
@@ -148,20 +149,15 @@ def _storage_bytes(graph: Graph, tensors: tuple[int, ...]) -> Bytes:
 def _ties(graph: Graph, chain: Chain) -> dict[int, dict[int, int]]:
     """type -> {tie id: elements} of trainable parameters that more than one cell uses; the tie id is the index of the parameter."""
     index = {parameter.names[0]: number for number, parameter in enumerate(graph.parameters)}
-    users: dict[str, list[int]] = {}
-    for cell in chain.cells:
-        for name in dict.fromkeys(cell.parameters):
-            users.setdefault(name, []).append(cell.index)
+    users = Counter(name for cell in chain.cells for name in cell.parameters)
     ties: dict[int, dict[int, int]] = {}
-    seen: dict[tuple[int, int], str] = {}
-    for cell in chain.cells:
-        for place, name in enumerate(cell.parameters):
-            parameter = graph.parameters[index[name]]
-            if len(users[name]) < 2 or not parameter.trainable:
-                continue
-            if seen.setdefault((cell.type, place), name) != name:
-                first = seen[(cell.type, place)]
-                message = f"cells of one kind share different parameters ('{first}', '{name}') with other cells"
-                raise InputError("tie", message, name, "tie either all of these layers to one parameter, or none")
-            ties.setdefault(cell.type, {})[index[name]] = parameter.elements
+    for type_, representative in enumerate(chain.representatives):
+        for name in chain.cells[representative].parameters:
+            if users[name] > 1 and graph.parameters[index[name]].trainable:
+                ties.setdefault(type_, {})[index[name]] = _elements(graph, graph.parameters[index[name]])
     return ties
+
+
+def _elements(graph: Graph, parameter: Parameter) -> int:
+    """Real numbers in a parameter: a complex element is two."""
+    return parameter.elements * (2 if graph.tensors[parameter.tensor].dtype.startswith("complex") else 1)

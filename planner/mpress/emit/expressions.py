@@ -24,7 +24,11 @@ class Expressions:
 
     def __init__(self, graph: Graph, cell: Cell, names: LocalNames) -> None:
         self._graph, self._cell, self._names = graph, cell, names
-        self._maker = {t: graph.ops[i] for i in (*cell.forward, *cell.backward) for t in graph.ops[i].outputs if t >= 0}
+        self._maker: dict[int, Op] = {}
+        for index in (*cell.forward, *cell.backward):
+            for tensor in graph.ops[index].outputs:
+                if tensor >= 0:
+                    self._maker.setdefault(tensor, graph.ops[index])
         self._tensors = {tensor.id: tensor for tensor in graph.tensors}
         self._parameter: dict[int, Parameter | Buffer] = {self._tensors[p.tensor].storage: p for p in graph.holders}
 

@@ -105,6 +105,8 @@ class Parameters:
 
 def _optimized(weight: Tensor, gradient: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer]:
     """The master copy and an optimizer of its own for one parameter, its state made up front."""
+    if weight.is_complex():  # the optimizer steps its real numbers, in place
+        weight, gradient = torch.view_as_real(weight), torch.view_as_real(gradient)
     master = weight if weight.dtype in (torch.float32, torch.float64) else torch.zeros_like(weight, dtype=torch.float32)
     optimizer: torch.optim.Optimizer
     if knobs.name == "adamw":

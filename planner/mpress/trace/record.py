@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Graph, Kind
+from mpress.in_place import merge_in_place
 from mpress.trace.as_eager import as_eager, no_hidden_draws
 from mpress.trace.construction import Construction
 from mpress.trace.hugging_face import is_configuration, open_configuration
@@ -114,7 +115,7 @@ def _record(
             name = parameter.names[0]
             hint = "freeze it with requires_grad_(False), or remove it from the model"
             raise InputError("no-gradient", f"parameter '{name}' gets no gradient from the loss", name, hint)
-    return lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived))
+    return merge_in_place(lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived)))
 
 
 def value_range(value: torch.Tensor) -> tuple[int, int]:
