@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graph_example import example
+from models_of_all_kinds import MODELS, write
 from mpress.errors import InputError
 from mpress.fold import fold
 from mpress.graph import Graph
@@ -57,6 +58,21 @@ def test_a_model_that_writes_in_place_reads_back_exactly(tmp_path: Path) -> None
     graph = trace(write_model(tmp_path, CONVNET), model_args={}, micro_batch=2, precision="fp32")
     assert any(op.mutates for op in graph.ops)
     assert read_graph(write_graph(graph), "conv.graph.json") == graph
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "complex_numbers"])
+def test_models_of_every_kind_read_back_exactly(tmp_path: Path, name: str) -> None:
+    try:
+        graph = trace(write(name, tmp_path), model_args={}, micro_batch=2, precision="fp32")
+    except InputError as refusal:
+        pytest.skip(f"not traced: {refusal.code}")
+    assert read_graph(write_graph(graph), "g.json") == graph
+
+
+def test_complex_parameters_are_refused_because_no_recipe_counts_them(tmp_path: Path) -> None:
+    graph = trace(write("complex_numbers", tmp_path), model_args={}, micro_batch=2, precision="fp32")
+    with pytest.raises(InputError, match="complex64, not one of float32"):
+        read_graph(write_graph(graph), "g.json")
 
 
 def damage(document: dict[str, Any], dice: random.Random) -> None:

@@ -6,16 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mpress.driver
+from graph_example import broken, example
 from made_report import report
 from mpress.driver import Outcome, Progress, file_names
 from mpress.errors import BrokenPlanError, InfeasibleError, InputError
 from mpress.options import Options
 from mpress.plan import ScheduleKind
 from mpress_cli.app import run
+from tiny_models import write_model
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
 
@@ -50,7 +53,18 @@ def test_help_needs_neither_torch_nor_a_solver() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "0 []"
-    for flag in ("--gpus", "--machine", "--model-arg", "--json", "--dry-run", "--dump-fx", "--work-limit", "Exit codes"):
+    for flag in (
+        "--gpus",
+        "--machine",
+        "--model-arg",
+        "--json",
+        "--dry-run",
+        "--dump-fx",
+        "--work-limit",
+        "--schedule-only",
+        "mpress-plan trace",
+        "Exit codes",
+    ):
         assert flag in done.stdout
 
 
@@ -182,3 +196,121 @@ def test_an_error_leaves_an_earlier_plan_alone(tmp_path: Path, capsys: pytest.Ca
 def test_file_names() -> None:
     assert file_names("models/gpt.py:tiny") == ("gpt_mpress.py", "gpt.schedule.json")
     assert file_names("gpt.py") == ("gpt_mpress.py", "gpt.schedule.json")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    """A tiny model file and the flags that plan it."""
+    path = write_model(tmp_path, TWO_LAYERS, "two_layers.py")
+    return [path, "--gpus", "2", "--machine", "dgx-a100-40gb", "--micro-batches", "4", "--out", str(tmp_path)]
+
+
+TWO_LAYERS = """
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+def build_model(width=8):
+    return Net(width)
+def example_inputs(batch=1, width=8):
+    return {"x": torch.randn(batch, width)}
+"""
+
+
+def said(capsys: pytest.CaptureFixture[str], code: int, arguments: list[str]) -> Any:
+    assert run([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_traced_graph_plans_as_its_model_does(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = str(tmp_path / "g.json")
+    recorded = ["--micro-batch", "3", "--precision", "fp32", "--model-arg", "width=16"]
+    traced = said(capsys, 0, ["trace", tiny[0], "-o", graph, *recorded])
+    assert (traced["status"], traced["files"], traced["precision"]) == ("traced", [graph], "fp32")
+    assert traced["shapes"] == {"micro_batch": 3, "inputs": [{"name": "x", "shape": [3, 16], "dtype": "float32"}]}
+    from_graph = said(capsys, 0, [graph, *tiny[1:]])
+    assert from_graph["files"] == [str(tmp_path / "g.schedule.json")] and "graph file" in from_graph["no_module"]
+    from_model = said(capsys, 0, [*tiny, *recorded])
+    assert from_model["no_module"] is None and len(from_model["files"]) == 2
+    for same in ("stages", "step_seconds", "schedule", "recipe", "layers", "shapes", "kinds", "model"):
+        assert from_graph[same] == from_model[same], same
+    assert from_model["layers"] == {"placed": 4, "total": 4}
+    schedules = [(tmp_path / name).read_bytes() for name in ("g.schedule.json", "two_layers.schedule.json")]
+    assert schedules[0] == schedules[1]
+    assert run([graph, *tiny[1:]]) == 0
+    assert "no module: planned from a graph file" in capsys.readouterr().out
+
+
+def test_what_a_graph_file_settles_cannot_be_asked_again(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = str(tmp_path / "two.graph.json")
+    assert run(["trace", tiny[0], "--out", graph, "--micro-batch", "2"]) == 0
+    capsys.readouterr()
+    same = [graph, *tiny[1:], "--dry-run", "--micro-batch", "2", "--precision", "bf16"]
+    assert said(capsys, 0, same)["files"] == []
+    for flags in ("--micro-batch 3", "--precision fp16", "--model-arg width=9", "--attention math", "--dump-fx"):
+        document = said(capsys, 2, [graph, *tiny[1:], *flags.split()])
+        assert (document["code"], document["where"]) == ("option", flags.split()[0]) and document["hint"]
+    document = said(capsys, 2, [graph, "--gpus", "8", "--machine", "dgx1-v100-32gb"])
+    assert (document["code"], "fp16" in document["hint"]) == ("precision", True)
+    assert said(capsys, 2, ["trace", graph])["code"] == "option"
+
+
+def test_trace_leaves_an_earlier_file_alone_when_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path, "def build_model():\n    raise ValueError('no')\ndef example_inputs(batch=1):\n    return ()\n")
+    before = Path(model).read_text()
+    (tmp_path / "g.json").write_text("an earlier graph")
+    assert said(capsys, 2, ["trace", model, "-o", str(tmp_path / "g.json")])["code"] == "model-file"
+    assert (tmp_path / "g.json").read_text() == "an earlier graph"
+    assert said(capsys, 2, ["trace", model, "-o", model])["where"] == "--out"  # not over the model
+    assert said(capsys, 2, ["trace", model, "-o", str(tmp_path / "no" / "g.json")])["code"] == "out-dir"
+    assert said(capsys, 2, ["trace", model, "--gpus", "8"])["code"] == "usage"
+    assert Path(model).read_text() == before
+
+
+def test_a_refused_graph_file_leaves_an_earlier_plan_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.graph.json"
+    bad.write_text(broken("ops.0.args", [{"tensor": 4}]))
+    (tmp_path / "bad.schedule.json").write_text("an earlier plan")
+    document = said(capsys, 2, [str(bad), "--gpus", "2", "--out", str(tmp_path)])
+    assert (document["code"], document["where"]) == ("graph-file", "ops[0].args in bad.graph.json")
+    assert (tmp_path / "bad.schedule.json").read_text() == "an earlier plan"
+    assert said(capsys, 2, [str(tmp_path / "none.graph.json"), "--gpus", "2"])["code"] == "graph-file"
+
+
+def test_schedule_only_writes_no_module(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = said(capsys, 0, [*tiny, "--schedule-only"])
+    assert document["files"] == [str(tmp_path / "two_layers.schedule.json")] and document["no_module"] == "--schedule-only"
+    assert not (tmp_path / "two_layers_mpress.py").exists()
+
+
+def test_a_precision_the_gpus_lack_is_refused_before_tracing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = said(capsys, 2, [str(tmp_path / "missing.py"), "--gpus", "8", "--machine", "dgx1-v100-32gb", "--precision", "bf16"])
+    assert (document["code"], document["where"]) == ("precision", "--precision")
+
+
+def test_planning_a_graph_file_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "two.graph.json").write_text(example())
+    code = (
+        "import sys; sys.modules['torch'] = None; from mpress_cli.app import run; "
+        "sys.exit(run(['two.graph.json', '--gpus', '2', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [(stage["layers"], stage["parameters"]) for stage in document["stages"]] == [("net.0", 16), ("net.1, sum", 16)]
+    assert document["shapes"]["inputs"] == [{"name": "x", "shape": [2, 4], "dtype": "float32", "stages": [0]}]
+
+
+def test_the_help_of_trace_needs_neither_torch_nor_a_solver() -> None:
+    code = (
+        "import sys; from mpress_cli.app import run; code = run(['trace', '--help']); "
+        "print(code, [m for m in ('torch', 'ortools', 'mpress.driver', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert "mpress-plan trace [OPTIONS]" in done.stdout and "--out, -o" in done.stdout.replace("-o, --out", "--out, -o")
+    assert "--gpus" not in done.stdout.split("Options:")[1]

@@ -209,15 +209,15 @@ def make_report(
         stripes=_stripes(machine, plan, replay),
         layers=layers,
         placed_layers=placed,
-        ties=_ties(graph, chain, workload, plan),
-        inputs=_inputs(graph, chain, plan),
+        ties=tied_copies(graph, chain, workload, plan),
+        inputs=entries(graph, chain, plan),
         checkpoints=graph.checkpoints,
         assumptions=graph.assumptions,
         no_module=no_module,
     )
 
 
-def _ties(graph: Graph, chain: Chain, workload: Workload, plan: Plan) -> tuple[TieReport, ...]:
+def tied_copies(graph: Graph, chain: Chain, workload: Workload, plan: Plan) -> tuple[TieReport, ...]:
     """Parameters that cells of several stages use; the bytes are those the replay all-reduces."""
     rows = []
     for parameter in graph.parameters:
@@ -228,7 +228,8 @@ def _ties(graph: Graph, chain: Chain, workload: Workload, plan: Plan) -> tuple[T
     return tuple(rows)
 
 
-def _inputs(graph: Graph, chain: Chain, plan: Plan) -> tuple[InputReport, ...]:
+def entries(graph: Graph, chain: Chain, plan: Plan) -> tuple[InputReport, ...]:
+    """Where each input of the model is read."""
     rows = []
     for item in graph.inputs:
         tensor = graph.tensors[item.tensor]
