@@ -15,6 +15,7 @@ from mpress.graph import ITEM_BYTES, Graph, Kind, Op, Phase, Tensor, reads
 FORMAT_HINT = "docs/graph-format.md says what a graph file holds; `mpress-plan trace MODEL.py` writes one"
 MOST_ELEMENTS = 2**62
 PRECISIONS = ("float32", "float16", "bfloat16")  # what a recipe can count the state of
+_REAL = {"complex64": "float32", "complex32": "float16"}  # a complex parameter is stepped as real numbers
 _TRUSTED = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.INPUT})
 
 
@@ -25,8 +26,12 @@ def wrong(path: str, problem: str, origin: str, hint: str = FORMAT_HINT) -> Inpu
 
 
 def parameter_dtype(graph: Graph) -> str:
-    """The one dtype of all floating-point parameters: what precision the graph was recorded in."""
-    return graph.tensors[next(p.tensor for p in graph.parameters if p.trainable)].dtype
+    """The one dtype of the real numbers in all parameters: what precision the graph was recorded in."""
+    return _real(graph.tensors[next(p.tensor for p in graph.parameters if p.trainable)].dtype)
+
+
+def _real(dtype: str) -> str:
+    return _REAL.get(dtype, dtype)
 
 
 def extent(tensor: Tensor) -> int:
@@ -138,13 +143,15 @@ class _Checker:
         """One floating-point dtype for all parameters: the recipe counts the bytes of one."""
         graph = self._graph
         self._require(any(p.trainable for p in graph.parameters), "parameters", "has none that is trained")
-        first = graph.tensors[next(p.tensor for p in graph.parameters if p.trainable)].dtype
+        first = parameter_dtype(graph)
         for i, parameter in enumerate(graph.parameters):
             tensor = graph.tensors[parameter.tensor]
             self._require(parameter.elements == prod(tensor.shape), f"parameters[{i}]", "has another number of elements than its tensor")
-            self._require(tensor.dtype in PRECISIONS, f"parameters[{i}].tensor", f"is {tensor.dtype}, not one of {', '.join(PRECISIONS)}")
             self._require(
-                tensor.dtype == first, f"parameters[{i}].tensor", f"is {tensor.dtype}, others are {first}: one precision is planned"
+                _real(tensor.dtype) in PRECISIONS, f"parameters[{i}].tensor", f"is {tensor.dtype}, not one of {', '.join(PRECISIONS)}"
+            )
+            self._require(
+                _real(tensor.dtype) == first, f"parameters[{i}].tensor", f"is {tensor.dtype}, others are {first}: one precision is planned"
             )
         for i, buffer in enumerate(graph.buffers):
             elements = prod(graph.tensors[buffer.tensor].shape)
