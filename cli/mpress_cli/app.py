@@ -59,7 +59,15 @@ MicroBatchOption = typer.Option(
 AttentionWord = Annotated[
     Literal["auto", "flash", "efficient", "math"], typer.Option("--attention", help="kernel of attention; auto: torch's choice")
 ]
-ModelArgs = Annotated[list[str] | None, typer.Option("--model-arg", metavar="KEY=VALUE", help="for build_model(); repeatable")]
+ModelArgs = Annotated[
+    list[str] | None, typer.Option("--model-arg", metavar="KEY=VALUE", help="for build_model(), or a key of the config.json; repeatable")
+]
+SeqLen = Annotated[
+    int,
+    typer.Option(
+        "--seq-len", metavar="N", help="tokens of a sample, for a config.json [default: its positions, 1024 at most]", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="show the raw traceback of an error")]
 
@@ -68,7 +76,10 @@ Traceback = Annotated[bool, typer.Option("--traceback", help="show the raw trace
 def plan_command(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL.py[:factory]", help="file that defines build_model() and example_inputs(); or a graph file (.json)"),
+        typer.Argument(
+            metavar="MODEL.py[:factory]",
+            help="file that defines build_model() and example_inputs(); or a transformers config.json, or a graph file",
+        ),
     ],
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="GPUs to use", show_default=False)],
     machine: Annotated[str, typer.Option("--machine", metavar="NAME", help="built-in profile, or a .toml file")] = "dgx-a100-40gb",
@@ -80,6 +91,7 @@ def plan_command(
         Literal["adamw", "sgd", "sgd-momentum"], typer.Option("--optimizer", help="decides the optimizer's state")
     ] = "adamw",
     attention: AttentionWord = "auto",
+    seq_len: SeqLen = 0,
     gap: Annotated[float, typer.Option("--gap", help="stop when this close to the best plan, proven")] = 0.01,
     reserve: Annotated[float, typer.Option("--reserve", help="share of each GPU left to context, libraries, fragmentation")] = 0.05,
     work_limit: Annotated[
@@ -96,7 +108,8 @@ def plan_command(
 ) -> int:
     """Plan the training of a PyTorch model on several GPUs, without a GPU, and write the plan as a runnable program.
 
-    MODEL.py is your file.  Two files are written: MODEL_mpress.py (run it with torchrun) and MODEL.schedule.json.
+    MODEL.py is your file, or the config.json of a transformers model.  Two files are written: MODEL_mpress.py (run it with torchrun)
+    and MODEL.schedule.json.
 
     `mpress-plan trace MODEL.py -o graph.json` records a model; `mpress-plan graph.json --gpus N` plans it (schedule file only).
     `mpress-plan trace --help` says more.
@@ -121,6 +134,7 @@ def plan_command(
             dry_run=dry_run,
             attention=Attention(attention),
             schedule_only=schedule_only,
+            sequence=seq_len,
         )
         return _dump(options, streams) if dump_fx else _plan(options, streams)
 
@@ -136,6 +150,7 @@ def trace_command(
     micro_batch: Annotated[int, MicroBatchOption] = DEFAULT_MICRO_BATCH,
     precision: Annotated[PrecisionWord, PrecisionOption] = DEFAULT_PRECISION.value,
     attention: AttentionWord = "auto",
+    seq_len: SeqLen = 0,
     model_arg: ModelArgs = None,
     json: AsJson = False,
     traceback: Traceback = False,
@@ -147,7 +162,7 @@ def trace_command(
     streams = Streams(json)
 
     def work() -> int:
-        recording = Recording(model, _pairs(model_arg), micro_batch, Precision(precision), Attention(attention))
+        recording = Recording(model, _pairs(model_arg), micro_batch, Precision(precision), Attention(attention), seq_len)
         return _trace(recording, out, streams)
 
     return _guarded(work, streams, traceback)

@@ -203,13 +203,18 @@ def _record(recording: Recording) -> Graph:
         micro_batch=recording.micro_batch,
         precision=recording.precision.value,
         semantics=Semantics(attention=recording.attention),
+        sequence=recording.sequence,
     )
 
 
 def _read(bench: Bench) -> str:
     """The graph file in place of a trace; what it was recorded with cannot be asked for again."""
     options = bench.options
-    for flag, used in (("--model-arg", bool(options.model_args)), ("--attention", options.attention is not Attention.AUTO)):
+    for flag, used in (
+        ("--model-arg", bool(options.model_args)),
+        ("--attention", options.attention is not Attention.AUTO),
+        ("--seq-len", options.sequence != 0),
+    ):
         if used:
             hint = f"leave it out, or trace the model again: mpress-plan trace MODEL.py {flag} ..."
             raise InputError("option", f"{flag} has no meaning for a graph file: that was settled when the model was traced", flag, hint)
@@ -301,7 +306,7 @@ def _emit(bench: Bench) -> str:
     if bench.report.no_module:
         bench.module_text = ""
         return f"{bench.schedule_text.count(chr(10))} lines of schedule"
-    module_name, schedule_name = file_names(options.model)
+    module_name, schedule_name = file_names(_named(bench))
     bench.module_text = emit_module(
         bench.graph,
         bench.chain,
@@ -330,11 +335,17 @@ def _write(bench: Bench) -> str:
     bench.written = ()
     if bench.options.dry_run:
         return "nothing (dry run)"
-    named = zip(file_names(bench.options.model), (bench.module_text, bench.schedule_text), strict=True)
+    named = zip(file_names(_named(bench)), (bench.module_text, bench.schedule_text), strict=True)
     files = tuple((bench.options.out / name, text) for name, text in named if text)
     write_files(files)
     bench.written = tuple(str(path) for path, _ in files)
     return ", ".join(path.name for path, _ in files)
+
+
+def _named(bench: Bench) -> str:
+    """What the files are called after: what the user named, but for a configuration, whose name is often config.json, the graph."""
+    configuration = bench.options.model.endswith(SUFFIX) and not bench.from_file
+    return f"{bench.graph.model}{SUFFIX}" if configuration else bench.options.model
 
 
 def file_names(model: str) -> tuple[str, str]:

@@ -31,18 +31,19 @@ class View(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Which step to record: everything a graph depends on."""
+    """Which step to record: everything a graph depends on.  sequence: tokens, for a transformers configuration; 0 = its default."""
 
     model: str
     model_args: tuple[tuple[str, str], ...]
     micro_batch: int
     precision: Precision
     attention: Attention
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for.  model: "model.py", "model.py:factory" or a graph file, "model.graph.json".
+    """What the user asked for.  model: "model.py", "model.py:factory", a transformers "config.json" or a graph file, "model.graph.json".
 
     micro_batch, precision: None where the user left it open (then 1 and bf16, or what the graph file was recorded with).
     work_limit: deterministic units of solver work, 0 = default.  schedule_only: write no module, so operators need no form in one.
@@ -64,6 +65,7 @@ class Options:
     dry_run: bool
     attention: Attention = Attention.AUTO
     schedule_only: bool = False
+    sequence: int = 0
 
     @property
     def recording(self) -> Recording:
@@ -74,4 +76,5 @@ class Options:
             DEFAULT_MICRO_BATCH if self.micro_batch is None else self.micro_batch,
             self.precision or DEFAULT_PRECISION,
             self.attention,
+            self.sequence,
         )

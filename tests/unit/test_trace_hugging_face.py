@@ -46,7 +46,7 @@ def refused(path: str, overrides: dict[str, str] | None = None, sequence: int = 
 @pytest.mark.parametrize("named", [True, False])
 def test_the_class_and_what_it_is_trained_on(tmp_path: Path, family: str, named: bool) -> None:
     name, shapes = CLASSES[family]
-    changes = {} if named else {"architectures": None}
+    changes: dict[str, Any] = {} if named else {"architectures": None}
     model = open_configuration(write_config(tmp_path, family, **changes), {}, 0)
     module = build(model)
     assert type(module).__name__ == name

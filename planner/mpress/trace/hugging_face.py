@@ -172,9 +172,11 @@ def _configure(config_class: Any, written: dict[str, Any], overrides: Mapping[st
         config = config_class.from_dict(values)
     except Exception as error:
         raise _rejected("transformers rejects its values", error, file) from None
-    for part in _parts(config):
-        if getattr(part, "use_cache", False):
-            part.use_cache = False
+    cached = [part for part in _parts(config) if getattr(part, "use_cache", False)]
+    for part in cached:
+        part.use_cache = False
+    if cached:
+        said.append("the key-value cache is off (use_cache=False)")
     for key, value in _random_depth(config):
         raise InputError(
             "hidden-draw",
@@ -186,7 +188,7 @@ def _configure(config_class: Any, written: dict[str, Any], overrides: Mapping[st
         pad = getattr(config, "pad_token_id", None)
         config.decoder_start_token_id = config.pad_token_id = 0 if pad is None else pad
         said.append(f"decoder inputs start with token {config.decoder_start_token_id}, as decoder_start_token_id is not set")
-    return config, ("the key-value cache is off (use_cache=False)", *said)
+    return config, tuple(said)
 
 
 def _parts(config: Any) -> Iterable[Any]:

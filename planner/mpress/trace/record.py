@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from mpress.errors import InputError, MpressError
 from mpress.graph import Graph, Kind
 from mpress.in_place import merge_in_place
+from mpress.trace import fake_kernels  # noqa: F401  # registers them
 from mpress.trace.as_eager import as_eager, no_hidden_draws
 from mpress.trace.construction import Construction
 from mpress.trace.hugging_face import is_configuration, open_configuration
