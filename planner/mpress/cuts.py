@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from mpress.dataflow import alias_source
 from mpress.graph import ITEM_BYTES, Graph, Kind, Op, Phase, Storage, Tensor, reads
@@ -182,6 +182,9 @@ class _Survey:
             for tensor in op.outputs:
                 if tensor >= 0:
                     born.setdefault(self.graph.tensors[tensor].storage, here)
+        for before, (p, number) in pairwise(enumerate(self.forward)):  # a Function of the user's is one piece
+            if self.graph.ops[number].atom and self.graph.ops[number].atom == self.graph.ops[before[1]].atom:
+                self.blocked.cover(p, p)
         for storage_id in written:
             self.blocked.cover(min(touched[storage_id]) + 1, max(touched[storage_id]))
 

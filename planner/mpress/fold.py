@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from mpress.cell_types import canonical
 from mpress.cells import Cell, Chain, Segment
@@ -26,6 +26,8 @@ def fold(graph: Graph) -> Chain:
     """
     positions = find_positions(graph)
     parts = [piece for part in _merge(graph, positions, _regions(graph, positions)) for piece in _split(graph, positions, part)]
+    if len(parts) == 1:
+        parts = _anywhere(graph, positions)
     cells = fill(graph, positions, _named(graph, positions, parts))
     users = Counter(name for cell in cells for name in cell.parameters)
     tied = frozenset(name for name, count in users.items() if count > 1)
@@ -72,7 +74,7 @@ def _merge(graph: Graph, positions: Positions, regions: Sequence[Part]) -> list[
     also taken where less is saved on both sides of it (a block that ends in a saved ReLU).
     """
     merged = [regions[0]]
-    for region, following in zip(regions[1:], (*regions[2:], None), strict=True):
+    for region, following in zip_longest(regions[1:], regions[2:]):
         before = merged[-1]
         between = following is not None and region.key == "" and _container(before.key) == _container(following.key) != ""
         border = -1 if between else _border(graph, positions, before, region)
@@ -127,6 +129,19 @@ def _split(graph: Graph, positions: Positions, part: Part) -> list[Part]:
             borders.append(p)
     borders.append(part.last)
     return [_piece(graph, positions, part, a, b) for a, b in pairwise(borders)]
+
+
+def _anywhere(graph: Graph, positions: Positions) -> list[Part]:
+    """A model without modules to go by: cut wherever least crosses and something is computed on both sides."""
+    total = len(positions.forward)
+    least = min(((cut.shared, len(cut.down)) for cut in positions.cuts if cut is not None), default=(0, 0))
+    borders = [0]
+    for p, cut in enumerate(positions.cuts):
+        if cut is None or (cut.shared, len(cut.down)) != least:
+            continue
+        if _flops(graph, positions, borders[-1], p) > 0 and _flops(graph, positions, p, total) > 0:
+            borders.append(p)
+    return [Part(a, b, "", False) for a, b in pairwise([*borders, total])]
 
 
 def _piece(graph: Graph, positions: Positions, part: Part, first: int, last: int) -> Part:

@@ -164,6 +164,24 @@ def test_a_skip_connection_passes_through_the_cells_between(tmp_path: Path) -> N
     assert all(cell.shared == () and cell.carried == () for cell in chain.cells)
 
 
+def test_a_model_without_modules_is_cut_where_least_crosses(tmp_path: Path) -> None:
+    _, chain = _written(
+        tmp_path,
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(5))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+""",
+    )
+    assert len(chain.cells) == 5 and all(len(cell.parameters) == 1 and len(cell.inputs) <= 1 for cell in chain.cells)
+
+
 def test_what_many_cells_save_is_shared(tmp_path: Path) -> None:
     graph, chain = _written(
         tmp_path,
