@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from mpress.buffer_rules import check_buffers
 from mpress.cells import Chain
 from mpress.emit.module import emit_module
 from mpress.emit.schedule_file import Certificate, emit_schedule
@@ -70,6 +71,7 @@ def emit_model(
 ) -> Emitted:
     """The same for a model file."""
     graph = trace(path, model_args=model_args, micro_batch=2, precision=precision.value)
+    check_buffers(graph)
     chain = fold(graph)
     check_chain(graph, chain)
     stages = min(stages, len(chain.cells))

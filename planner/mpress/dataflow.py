@@ -104,8 +104,8 @@ def study(graph: Graph, cell: Cell) -> Dataflow:
     maker: dict[int, Op] = {}
     for op in ops.values():
         for tensor in op.outputs:
-            if tensor >= 0:
-                maker.setdefault(tensor, op)  # not an operator that writes it in place later
+            if tensor >= 0 and tensor not in op.mutates:
+                maker.setdefault(tensor, op)
     mutated = {tensors[t].storage: place for index, place in position.items() for t in ops[index].mutates}
     # a buffer written anywhere in the step has another value when the backward runs
     unstable = {tensors[t].storage for op in graph.ops for t in op.mutates if tensors[t].storage not in sizes}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mpress import __version__
 from mpress.atomic import check_directory, write_files
+from mpress.buffer_rules import check_buffers
 from mpress.cells import Chain
 from mpress.costs import check_precision
 from mpress.emit.module import emit_module
@@ -238,6 +239,7 @@ def _traced_words(graph: Graph) -> str:
 
 
 def _fold(bench: Bench) -> str:
+    check_buffers(bench.graph)
     bench.chain = fold(bench.graph)
     return f"{len(bench.chain.cells)} cells of {len(bench.chain.representatives)} types"
 

@@ -27,9 +27,17 @@ def trainable_elements(workload: Workload, plan: Plan, s: int) -> int:
 
 
 def state_bytes(workload: Workload, plan: Plan, s: int) -> int:
-    """Bytes of weights, gradients and optimizer state of a stage, resident during the whole step."""
+    """Bytes of weights, gradients, optimizer state and buffers of a stage, resident during the whole step."""
     trainable, frozen, tensors = _once(workload, plan, s)
-    return trainable * workload.bytes_per_trainable + frozen * workload.bytes_per_frozen + tensors * workload.bytes_per_tensor
+    parameters = trainable * workload.bytes_per_trainable + frozen * workload.bytes_per_frozen + tensors * workload.bytes_per_tensor
+    return parameters + _buffer_bytes(workload, plan, s)
+
+
+def _buffer_bytes(workload: Workload, plan: Plan, s: int) -> int:
+    stage = plan.stages[s]
+    costs = [workload.types[workload.cells[cell]] for cell in range(stage.first, stage.last)]
+    shared = [buffer for cost in costs for buffer in cost.shared_buffers]
+    return sum(cost.buffer_bytes for cost in costs) - sum(size for _, size in shared) + sum(dict(shared).values())
 
 
 def _once(workload: Workload, plan: Plan, s: int) -> tuple[int, int, int]:

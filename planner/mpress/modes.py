@@ -34,13 +34,13 @@ def build_workload(graph: Graph, chain: Chain, machine: Machine, recipe: Recipe)
     Seconds are those of the machine's first device (the devices of a profile are equal).
     """
     check_precision(machine, recipe)
-    ties = _ties(graph, chain)
+    ties, shared = _ties(graph, chain), _shared_buffers(graph, chain)
     types: list[CellCost] = []
     programs: list[tuple[CellProgram, ...]] = []
     for type_, index in enumerate(chain.representatives):
         flow = study(graph, chain.cells[index])
         chosen = _modes(graph, flow, machine.devices[0])
-        types.append(_cost(graph, chain, flow, machine.devices[0], ties.get(type_, {}), tuple(mode for mode, _ in chosen)))
+        types.append(_cost(graph, chain, flow, machine.devices[0], ties.get(type_, {}), tuple(mode for mode, _ in chosen), shared[type_]))
         programs.append(tuple(program for _, program in chosen))
     workload = Workload(
         types=tuple(types),
@@ -118,7 +118,15 @@ def _scores(mode: Mode) -> tuple[float, ...]:
     return (mode.resident_bytes, mode.swapped_bytes, mode.recompute_seconds, mode.forward_peak_bytes, mode.backward_peak_bytes)
 
 
-def _cost(graph: Graph, chain: Chain, flow: Dataflow, device: Device, ties: dict[int, int], modes: tuple[Mode, ...]) -> CellCost:
+def _cost(
+    graph: Graph,
+    chain: Chain,
+    flow: Dataflow,
+    device: Device,
+    ties: dict[int, int],
+    modes: tuple[Mode, ...],
+    shared: tuple[tuple[int, int], ...],
+) -> CellCost:
     cell = flow.cell
     known = {parameter.names[0]: parameter for parameter in graph.parameters}
     parameters = [known[name] for name in cell.parameters]
@@ -137,6 +145,8 @@ def _cost(graph: Graph, chain: Chain, flow: Dataflow, device: Device, ties: dict
         largest_trainable_elements=max(trainable, default=0),
         shared_parameters=tuple(sorted(ties.items())),
         modes=modes,
+        buffer_bytes=_storage_bytes(graph, tuple(buffer.tensor for buffer in graph.buffers if buffer.names[0] in cell.buffers)),
+        shared_buffers=shared,
     )
 
 
@@ -144,6 +154,26 @@ def _storage_bytes(graph: Graph, tensors: tuple[int, ...]) -> Bytes:
     """Bytes of the storages of these tensors, each once."""
     wanted = {graph.tensors[t].storage for t in tensors}
     return Bytes(sum(graph.storages[s].bytes for s in wanted))
+
+
+def _shared_buffers(graph: Graph, chain: Chain) -> list[tuple[tuple[int, int], ...]]:
+    """By type: (buffer id, bytes) of buffers that all its cells use and that more than one cell uses; the id is the index of the buffer.
+
+    A buffer two cells of a block share with each other, but not with other blocks, counts in both.
+    """
+    users = Counter(name for cell in chain.cells for name in cell.buffers)
+    common: dict[int, frozenset[str]] = {}
+    for cell in chain.cells:
+        names = frozenset(cell.buffers)
+        common[cell.type] = common.get(cell.type, names) & names
+    return [
+        tuple(
+            (index, int(graph.storages[graph.tensors[buffer.tensor].storage].bytes))
+            for index, buffer in enumerate(graph.buffers)
+            if users[buffer.names[0]] > 1 and buffer.names[0] in common[type_]
+        )
+        for type_ in range(len(chain.representatives))
+    ]
 
 
 def _ties(graph: Graph, chain: Chain) -> dict[int, dict[int, int]]:

@@ -44,7 +44,8 @@ class CellCost:
     micro-batches during the whole step, so modes never count them.
 
     shared_parameters: ids of parameters also used by cells of other types (tied weights), as (tie id, elements); these elements
-    are included in parameter_elements.
+    are included in parameter_elements.  buffer_bytes: the model's buffers the cell uses; shared_buffers: those of them that other cells use
+    too, as (buffer id, bytes); a stage holds each once.
     """
 
     name: str
@@ -60,6 +61,8 @@ class CellCost:
     largest_trainable_elements: int
     shared_parameters: tuple[tuple[int, int], ...]
     modes: tuple[Mode, ...]
+    buffer_bytes: Bytes = Bytes(0)  # noqa: RUF009  # an integer
+    shared_buffers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

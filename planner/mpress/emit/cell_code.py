@@ -113,7 +113,7 @@ class _Writer:
         call = self.expressions.call(op)
         if value != name and not call.endswith(")"):
             call = f"({call})"
-        written = self._statement(f"{self._gradient(contribution)} += ", call, value[len(name) :], op.source.place())
+        written = statement(f"{self._gradient(contribution)} += ", call, value[len(name) :], op.source.place())
         return written + ([f"    del {', '.join(self.names.of(t) for t in dead)}"] if dead else []), stop
 
     def _gradient(self, contribution: Contribution) -> str:
@@ -145,15 +145,16 @@ class _Writer:
         else:
             words = [self.names.of(t) if t >= 0 and self.names.has(t) else "_" for t in results(op)]
             target = f"{words[0]}, = " if op.multi and len(words) == 1 else f"{', '.join(words)} = "
-        return self._statement(target, text, "", comment)
+        return statement(target, text, "", comment)
 
-    def _statement(self, target: str, text: str, views: str, comment: str) -> list[str]:
-        """`target text views`, broken at the arguments of the call where it is too long."""
-        whole = f"    {target}{text}{views}"
-        if len(whole) <= WIDTH - 4 or not text.endswith(")"):
-            return [_commented(whole, comment)]
-        head, _, inner = text.partition("(")
-        return _call(f"    {target}{head}(", _split_arguments(inner[:-1]), f"){views}", comment)
+
+def statement(target: str, text: str, views: str, comment: str) -> list[str]:
+    """`target text views`, broken at the arguments of the call where it is too long."""
+    whole = f"    {target}{text}{views}"
+    if len(whole) <= WIDTH - 4 or not text.endswith(")"):
+        return [_commented(whole, comment)]
+    head, _, inner = text.partition("(")
+    return _call(f"    {target}{head}(", _split_arguments(inner[:-1]), f"){views}", comment)
 
 
 def _commented(code: str, comment: str) -> str:

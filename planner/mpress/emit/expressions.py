@@ -27,7 +27,7 @@ class Expressions:
         self._maker: dict[int, Op] = {}
         for index in (*cell.forward, *cell.backward):
             for tensor in graph.ops[index].outputs:
-                if tensor >= 0:
+                if tensor >= 0 and tensor not in graph.ops[index].mutates:
                     self._maker.setdefault(tensor, graph.ops[index])
         self._tensors = {tensor.id: tensor for tensor in graph.tensors}
         self._parameter: dict[int, Parameter | Buffer] = {self._tensors[p.tensor].storage: p for p in graph.holders}

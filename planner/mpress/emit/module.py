@@ -1,6 +1,7 @@
 """The annotated PyTorch module: the whole plan as a program a person can read.  Obeys the Plan's tags and knows no costs.
 
 header          the plan in a few lines, and how to read the file
+make_<buffer>   functions that give buffers their first values
 <cell>_mode<m>  a forward and a backward function per cell type and mode in use, from its CellProgram
 StageN          which cells run on which GPU, in loops over equal layers
 INPUTS, STAGES  what the runtime needs to feed it; `main` of mpress.runtime runs it
@@ -12,11 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mpress.cells import Chain
+from mpress.emit.buffers import buffer_rows, stage_buffers, unused_buffers
 from mpress.emit.cell_code import cell_functions, type_stems
 from mpress.emit.fingerprint import fingerprint
 from mpress.emit.names import RUNTIME
 from mpress.emit.stage_code import layer, shape_table, stage_class, stage_title, swap_words
-from mpress.errors import InputError
 from mpress.graph import Graph
 from mpress.plan import Plan
 from mpress.program import CellProgram
@@ -44,16 +45,8 @@ def emit_module(
 ) -> str:
     """Source text of the module.  recipe: bytes per parameter in words; dtype: torch's name of the precision.
 
-    Raises InputError("no-form") for an operator or a buffer that has no form in emitted code.
+    Raises InputError("no-form") for an operator that has no form in emitted code.
     """
-    if graph.buffers:
-        names = ", ".join(entry.names[0] for entry in graph.buffers[:3])
-        raise InputError(
-            "no-form",
-            f"the model has buffers ({names}), which have no form in the emitted module yet",
-            where=graph.buffers[0].names[0],
-            hint="compute them in forward, or plan without a module: --schedule-only",
-        )
     text = _header(graph, chain, workload, plan, replay, machine, recipe, schedule_name, module_name, version)
     text += [
         "import sys",
@@ -66,14 +59,15 @@ def emit_module(
         f'DTYPE = "{dtype}"',
         f"DTYPES = {_table(_other_dtypes(graph, dtype))}  # parameters of another dtype",
         f"FROZEN = {_names([p.names[0] for p in graph.parameters if not p.trainable])}",
-        f"ALIASES = {_ties(graph)}  # all names of each tied parameter",
+        f"ALIASES = {_ties(graph)}  # all names of each tied parameter and shared buffer",
         "INPUTS = {  # name: shape of a micro-batch, dtype, range of made-up integers: low <= x < high",
     ]
     for given in graph.inputs:
         tensor = graph.tensors[given.tensor]
         text.append(f'    "{given.name}": ({tensor.shape!r}, "{tensor.dtype}", {given.low}, {given.high + 1}),')
-    text += ["}", "", ""]
     stems = type_stems(chain)
+    held = buffer_rows(graph, chain, stems)
+    text += ["}", "", "", *held.code, *unused_buffers(graph, chain, held), "", ""]
     for kind, mode in _modes_in_use(workload, plan):
         cell = chain.cells[chain.representatives[kind]]
         used_by = _used_by(chain, plan, kind, mode)
@@ -86,7 +80,8 @@ def emit_module(
             tables[kind] = f"{stems[kind].upper()}_SHAPES"
             text += [f"{tables[kind]} = {{", *(f'    "{name}": {shape!r},' for name, shape in shapes.items()), "}"]
     for index in range(len(plan.stages)):
-        text += stage_class(graph, chain, plan, index, int(replay.stages[index].peak_bytes), stems, tables)
+        buffers = stage_buffers(graph, chain, plan.stages[index], held)
+        text += stage_class(graph, chain, plan, index, int(replay.stages[index].peak_bytes), stems, tables, buffers)
     stages = ", ".join(f"Stage{i}" for i in range(len(plan.stages)))
     text += ["", "", f"STAGES = ({stages}{',' if len(plan.stages) == 1 else ''})", "", 'if __name__ == "__main__":']
     text += [f'    main(sys.modules[__name__], "{schedule_name}")']
@@ -102,7 +97,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _ties(graph: Graph) -> str:
-    ties = [_names(p.names) for p in graph.parameters if len(p.names) > 1]
+    ties = [_names(p.names) for p in graph.holders if len(p.names) > 1]
     return f"({', '.join(ties)},)" if ties else "()"
 
 
@@ -164,7 +159,7 @@ def _header(
         f"#   torchrun --nproc-per-node {len(plan.stages)} {module_name} --steps K [--state-dict FILE]",
         f"#   python {module_name} --virtual --steps K          # all stages in one process, for tests",
         "#",
-        "# How to read it.  A stage's fwd and bwd call one function per cell.  `p` holds the parameters under the user's own names,",
+        "# How to read it.  A stage's fwd and bwd call one function a cell.  `p` holds parameters and buffers under the user's own names,",
         "# `c` what one micro-batch leaves behind between forward and backward; each line that touches it is one memory decision:",
         "#   c.save(t=t)          keep on this GPU until the backward",
         "#   c.swap_out(t=t)      start copying to the pools named in the schedule file; c.free(..): the copy is done, the memory is free",

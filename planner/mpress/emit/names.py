@@ -21,6 +21,8 @@ _OUTPUTS = {
     "_scaled_dot_product_flash_attention": ("", "_lse", "", "", "", "", "_seed", "_offset", "_debug"),
     "_scaled_dot_product_efficient_attention": ("", "_lse", "_seed", "_offset"),
     "_scaled_dot_product_flash_attention_for_cpu": ("", "_lse"),
+    "native_batch_norm": ("", "_mean", "_rstd"),
+    "native_batch_norm_backward": ("", "_weight", "_bias"),
     "nll_loss_forward": ("", "_weight"),
     "native_layer_norm_backward": ("", "_weight", "_bias"),
     "_scaled_dot_product_flash_attention_backward": ("_q", "_k", "_v"),

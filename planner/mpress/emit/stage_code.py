@@ -64,6 +64,11 @@ def stem(cell: Cell) -> str:
     return f"{match.group(1)}{{i}}{cell.name.removeprefix(cell.prefix[:-1])}" if match else cell.name
 
 
+def layer_template(cell: Cell) -> str:
+    """The cell's prefix with the layer number open: "h.{}."."""
+    return _LAYER.sub(r"\1{}.", cell.prefix)
+
+
 def shape_table(graph: Graph, cell: Cell) -> dict[str, tuple[int, ...]]:
     """Relative parameter name -> shape of what a cell has below its own prefix, in order of use."""
     return {relative(name, cell.prefix): shape for name, shape in _shapes(graph, cell).items() if name.startswith(cell.prefix)}
@@ -75,15 +80,18 @@ def _shapes(graph: Graph, cell: Cell) -> dict[str, tuple[int, ...]]:
 
 
 def stage_class(
-    graph: Graph, chain: Chain, plan: Plan, index: int, peak: int, stems: Sequence[str], tables: Mapping[int, str]
+    graph: Graph, chain: Chain, plan: Plan, index: int, peak: int, stems: Sequence[str], tables: Mapping[int, str], buffers: Sequence[str]
 ) -> list[str]:
-    """Source lines of one stage class.  stems, tables: cell type -> name of its functions, of its constant of shapes."""
+    """Source lines of one stage class.  stems, tables: cell type -> name of its functions, of its constant of shapes.
+
+    buffers: the lines of BUFFERS.
+    """
     stage = plan.stages[index]
     cells = chain.cells[stage.first : stage.last]
     swaps = bool(stage.shares)
     text = ["", "", f"class Stage{index}:", f'    """{stage_title(chain, stage)}; predicted peak {gib(peak)}."""', ""]
     text.append(f"    INDEX = {index}")
-    text += _parameters(graph, chain, stage, tables)
+    text += [*_parameters(graph, chain, stage, tables), *buffers]
     inputs = dict.fromkeys(graph.tensors[t].name for cell in cells for t in cell.user_inputs)
     text.append(f"    INPUTS = {_tuple([repr(name) for name in inputs])}")
     text += ["", "    @staticmethod", "    def fwd(c, p):"]
@@ -116,8 +124,7 @@ def _parameters(graph: Graph, chain: Chain, stage: StagePlan, tables: Mapping[in
             below = layer(cell) >= 0
             if below and cell.type in tables:
                 numbers = f"range({run.first}, {run.first + run.count})" if run.count > 1 else f"({run.first},)"
-                template = _LAYER.sub(r"\1{}.", cell.prefix)
-                lines.append(f'        **layers("{template}", {numbers}, {tables[cell.type]}),')
+                lines.append(f'        **layers("{layer_template(cell)}", {numbers}, {tables[cell.type]}),')
             for canonical, (name, shape) in zip(cell.parameters, _shapes(graph, cell).items(), strict=True):
                 if canonical in seen or (below and name.startswith(cell.prefix)):
                     continue

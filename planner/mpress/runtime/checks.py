@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpress.runtime.engine import Stage
-from mpress.runtime.parameters import Declared
+from mpress.runtime.parameters import Declared, Held, Row
 from mpress.runtime.schedule_file import RunError, ScheduleFile
 from mpress.runtime.synthetic import InputRanges
 
@@ -17,8 +17,8 @@ from mpress.runtime.synthetic import InputRanges
 class Program(Protocol):
     """What an emitted module provides.
 
-    DTYPE: of parameters that DTYPES does not name; FROZEN: parameters without gradient; ALIASES: all names of each tied parameter, the
-    canonical one first.
+    DTYPE: of parameters that DTYPES does not name; FROZEN: parameters without gradient; ALIASES: all names of each tied parameter and
+    shared buffer, the canonical one first; UNUSED: buffers of the state_dict that no stage needs.
     """
 
     __file__: str
@@ -28,6 +28,7 @@ class Program(Protocol):
     FROZEN: Sequence[str]
     ALIASES: Sequence[tuple[str, ...]]
     INPUTS: InputRanges
+    UNUSED: Mapping[str, Row]
     STAGES: Sequence[type[Stage]]
 
 
@@ -53,9 +54,37 @@ def declared(program: Program, index: int) -> tuple[Declared, ...]:
     return tuple(result)
 
 
+def held(program: Program, index: int) -> tuple[Held, ...]:
+    """The buffers of a stage in its order; names as in `declared`, each buffer once however many of its names the stage uses."""
+    return _held(program, program.STAGES[index].BUFFERS)
+
+
+def unused(program: Program) -> tuple[Held, ...]:
+    """Buffers of the state_dict that no stage needs."""
+    return _held(program, program.UNUSED)
+
+
+def _held(program: Program, rows: Mapping[str, Row]) -> tuple[Held, ...]:
+    found: dict[str, Held] = {}
+    for name, (shape, dtype, make, persistent) in rows.items():
+        tie = next((group for group in program.ALIASES if name in group), (name,))
+        names = (name, *(alias for alias in tie if alias != name))
+        found.setdefault(tie[0], Held(names, tuple(shape), getattr(torch, dtype), make, persistent))
+    return tuple(found.values())
+
+
+def check_buffers(program: Program) -> None:
+    """Without a state_dict every buffer must have a first value of its own; raises RunError."""
+    lost = [one.names[0] for index in range(len(program.STAGES)) for one in held(program, index) if one.make is None]
+    if lost:
+        raise RunError(f"the first values of the buffers {_few(lost)} are random or unknown; pass --state-dict with the user's module's")
+
+
 def check_state_dict(program: Program, state: Mapping[str, Tensor]) -> None:
     """Names and shapes of all stages against a state_dict; raises RunError."""
-    every = [one for index in range(len(program.STAGES)) for one in declared(program, index)]
+    every: list[Declared | Held] = [one for index in range(len(program.STAGES)) for one in declared(program, index)]
+    every += [one for index in range(len(program.STAGES)) for one in held(program, index) if one.persistent]
+    every += unused(program)
     missing = sorted(one.names[0] for one in every if not any(name in state for name in one.names))
     extra = sorted(set(state) - {name for one in every for name in one.names})
     if missing or extra:

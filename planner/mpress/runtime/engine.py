@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpress.runtime.account import Accountant
 from mpress.runtime.context import Context
-from mpress.runtime.parameters import Parameters
+from mpress.runtime.parameters import Parameters, Row
 from mpress.runtime.schedule_file import RunError, ScheduleFile, Step
 from mpress.runtime.transport import Transport
 from mpress.runtime.wires import Message, Wires, buffers, sendable
@@ -25,6 +25,7 @@ class Stage(Protocol):
     """What an emitted stage class provides; both functions get boundary tensors from `c.take()` and return those to send."""
 
     PARAMS: Mapping[str, tuple[int, ...]]
+    BUFFERS: Mapping[str, Row]
     INPUTS: tuple[str, ...]
 
     @staticmethod

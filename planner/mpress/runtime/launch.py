@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpress.runtime.checks import Program, check_program, check_state_dict
+from mpress.runtime.checks import Program, check_buffers, check_program, check_state_dict, unused
 from mpress.runtime.parameters import Knobs
 from mpress.runtime.schedule_file import RunError, ScheduleFile, read_schedule
-from mpress.runtime.session import Outcome, Settings, run_remote, run_virtual
+from mpress.runtime.session import Outcome, Settings, first_value, run_remote, run_virtual
 
 
 def main(program: Program, schedule_name: str, argv: Sequence[str] | None = None) -> None:
@@ -64,11 +64,13 @@ def _main(program: Program, schedule_name: str, options: argparse.Namespace) -> 
         keep_gradients=options.save_gradients is not None,
         on_step=lambda step, loss: print(f"step {step}  loss {loss:.6f}", flush=True),
     )
-    if settings.state_dict is not None:
+    if settings.state_dict is None:
+        check_buffers(program)
+    else:
         check_state_dict(program, settings.state_dict)
     if options.virtual:
         outcomes = [run_virtual(program, schedule, settings)]
-        return _finish(schedule, options, outcomes)
+        return _finish(program, schedule, options, settings, outcomes)
     rank = int(os.environ["RANK"])
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", schedule.devices[rank]) if cuda else torch.device("cpu")
@@ -79,9 +81,10 @@ def _main(program: Program, schedule_name: str, options: argparse.Namespace) -> 
         outcome = run_remote(program, schedule, settings, rank, device)
         if not options.save_state_dict:
             outcome.weights = {}
+        outcome.buffers = {}
         everyone: list[Any] | None = [None] * len(schedule.stages) if rank == 0 else None
         dist.gather_object(outcome, everyone)
-        code = _finish(schedule, options, everyone) if everyone is not None else 0
+        code = _finish(program, schedule, options, settings, everyone) if everyone is not None else 0
         dist.barrier()
         return code
     finally:
@@ -97,7 +100,7 @@ def _load(path: Path | None, flag: str) -> Any:
         raise RunError(f"cannot read {path} ({str(error).splitlines()[0]}); {flag} takes a file written by torch.save") from error
 
 
-def _finish(schedule: ScheduleFile, options: argparse.Namespace, outcomes: Sequence[Outcome]) -> int:
+def _finish(program: Program, schedule: ScheduleFile, options: argparse.Namespace, settings: Settings, outcomes: Sequence[Outcome]) -> int:
     """Write the files asked for and print the comparison of memory; returns the exit code."""
     if options.save_losses:
         torch.save(next(outcome.losses for outcome in outcomes if outcome.losses), options.save_losses)
@@ -105,7 +108,11 @@ def _finish(schedule: ScheduleFile, options: argparse.Namespace, outcomes: Seque
         steps = [{name: g for outcome in outcomes for name, g in outcome.gradients[step].items()} for step in range(options.steps)]
         torch.save(steps, options.save_gradients)
     if options.save_state_dict:
-        torch.save({name: weight.cpu() for outcome in outcomes for name, weight in outcome.weights.items()}, options.save_state_dict)
+        state = {name: weight.cpu() for outcome in outcomes for name, weight in outcome.weights.items()}
+        for one in unused(program):
+            if settings.state_dict is not None or one.make is not None:
+                state |= dict.fromkeys(one.names, first_value(one, settings.state_dict))
+        torch.save(state, options.save_state_dict)
     late = sum(outcome.late for outcome in outcomes)
     if late:
         print(f"{late} loads were not prefetched")

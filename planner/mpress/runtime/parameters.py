@@ -1,4 +1,4 @@
-"""Weights, gradient buffers and optimizer of one stage, under the user's own names.
+"""Weights, gradient buffers, optimizer and the model's own buffers of one stage, under the user's own names.
 
 Everything is allocated before the first step: weight, gradient, optimizer state, and with a 16-bit precision an fp32 master copy.  The
 optimizer steps one parameter at a time, so its only temporary is the fp32 copy of one 16-bit gradient.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Entry = TypeVar("Entry")
+Row = tuple[Shape, str, Callable[[], Tensor] | None, bool]
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
 
 
@@ -37,19 +40,31 @@ class Declared:
     trainable: bool
 
 
-def layers(template: str, numbers: Iterable[int], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Names and shapes of equal layers: layers("h.{}.", range(2), {"w": (4,)}) holds "h.0.w" and "h.1.w"."""
-    return {template.format(number) + name: shape for number in numbers for name, shape in shapes.items()}
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A buffer a stage needs.  names: as of a parameter; make: makes its first value, None where only a state_dict has it;
+    persistent: the state_dict has it."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor] | None
+    persistent: bool
+
+
+def layers(template: str, numbers: Iterable[int], entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Shapes or rows of equal layers by name: layers("h.{}.", range(2), {"w": (4,)}) holds "h.0.w" and "h.1.w"."""
+    return {template.format(number) + name: entry for number in numbers for name, entry in entries.items()}
 
 
 class Parameters:
     """`p["h.3.mlp.c_fc.weight"]`, or `p.at("h.3")["mlp.c_fc.weight"]` for names relative to a module; `p.grad` likewise."""
 
-    def __init__(self, declared: Iterable[Declared], device: torch.device, knobs: Knobs) -> None:
+    def __init__(self, declared: Iterable[Declared], device: torch.device, knobs: Knobs, held: Iterable[Held] = ()) -> None:
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._optimized: list[tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer]] = []
-        self.declared = tuple(declared)
+        self.declared, self.held = tuple(declared), tuple(held)
         for one in self.declared:
             weight = torch.empty(one.shape, dtype=one.dtype, device=device)
             for name in one.names:
@@ -59,9 +74,15 @@ class Parameters:
                 for name in one.names:
                     self._gradients[name] = gradient
                 self._optimized.append(_optimized(weight, gradient, knobs))
+        self._buffers: dict[str, Tensor] = {}
+        for each in self.held:
+            buffer = torch.empty(each.shape, dtype=each.dtype, device=device)
+            for name in each.names:
+                self._buffers[name] = buffer
+        self._values = self._weights | self._buffers
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._weights[name]
+        return self._values[name]
 
     def key(self, draw: str) -> str:
         """The absolute key of a random draw."""
@@ -74,7 +95,12 @@ class Parameters:
 
     def at(self, module: str) -> View:
         """The same with names relative to `module`; names found nowhere below it are absolute."""
-        return View(self._weights, self._gradients, module + ".")
+        return View(self._values, self._gradients, module + ".")
+
+    def start(self, first: Callable[[Held], Tensor]) -> None:
+        """`first(held)` is the first value of each buffer."""
+        for each in self.held:
+            self._buffers[each.names[0]].copy_(first(each))
 
     def fill(self, read: Callable[[Declared, Tensor], None]) -> None:
         """`read(declared, weight)` writes each weight; masters follow."""
@@ -91,6 +117,14 @@ class Parameters:
     def weights(self) -> Mapping[str, Tensor]:
         """Weights by every name."""
         return self._weights
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The model's buffers by every name."""
+        return self._buffers
+
+    def state(self) -> dict[str, Tensor]:
+        """What a state_dict holds of this stage, by every name."""
+        return self._weights | {name: self._buffers[name] for each in self.held if each.persistent for name in each.names}
 
     def step(self) -> None:
         """One optimizer step, then zero gradients."""
@@ -127,16 +161,16 @@ def _optimized(weight: Tensor, gradient: Tensor, knobs: Knobs) -> tuple[Tensor, 
 
 
 class View:
-    """Parameters below one module."""
+    """Parameters and buffers below one module."""
 
-    __slots__ = ("_gradients", "_prefix", "_weights")
+    __slots__ = ("_gradients", "_prefix", "_values")
 
-    def __init__(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], prefix: str) -> None:
-        self._weights, self._gradients, self._prefix = weights, gradients, prefix
+    def __init__(self, values: dict[str, Tensor], gradients: dict[str, Tensor], prefix: str) -> None:
+        self._values, self._gradients, self._prefix = values, gradients, prefix
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._weights.get(self._prefix + name)
-        return self._weights[name] if weight is None else weight
+        value = self._values.get(self._prefix + name)
+        return self._values[name] if value is None else value
 
     def key(self, draw: str) -> str:
         """ "drop#0" below "h.3" is "h.3.drop#0"."""

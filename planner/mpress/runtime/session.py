@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpress.runtime.account import Accountant
-from mpress.runtime.checks import Program, check_batch, declared
+from mpress.runtime.checks import Program, check_batch, declared, held
 from mpress.runtime.engine import Rank, run_together
-from mpress.runtime.parameters import Declared, Knobs, Parameters
+from mpress.runtime.parameters import Declared, Held, Knobs, Parameters
 from mpress.runtime.pools import local_pools, shared_pools
 from mpress.runtime.schedule_file import RunError, ScheduleFile
 from mpress.runtime.synthetic import example_batch, random_weight
@@ -40,7 +40,8 @@ class Settings:
 @dataclass(slots=True)
 class Outcome:
     """losses: mean of each step, where the last stage is; gradients: by step and name; peak: measured bytes by rank, if accounted;
-    moved: bytes copied by (rank, pool, direction); late: loads that were not prefetched."""
+    moved: bytes copied by (rank, pool, direction); late: loads that were not prefetched; weights: what a state_dict holds of the stages
+    here; buffers: all of them, by every name."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Outcome:
     moved: dict[tuple[int, int, str], int] = field(default_factory=dict)
     late: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def run_virtual(program: Program, schedule: ScheduleFile, settings: Settings) -> Outcome:
@@ -104,7 +106,8 @@ def _run(
         for rank in ranks:
             outcome.late += rank.late
             outcome.moved |= {(rank.index, pool, way): size for (pool, way), size in rank.transport.moved.items()}
-            outcome.weights |= dict(rank.parameters.weights())
+            outcome.weights |= rank.parameters.state()
+            outcome.buffers |= dict(rank.parameters.buffers())
             if accountant is not None:
                 outcome.peak[rank.index] = accountant.peak[rank.index]
                 outcome.peak_action[rank.index] = accountant.where[rank.index]
@@ -116,7 +119,7 @@ def _parameters(
     program: Program, schedule: ScheduleFile, settings: Settings, index: int, device: torch.device, accountant: Accountant | None
 ) -> Parameters:
     knobs = replace(settings.knobs, name=schedule.optimizer)
-    parameters = Parameters(declared(program, index), device, knobs)
+    parameters = Parameters(declared(program, index), device, knobs, held(program, index))
 
     def read(one: Declared, weight: Tensor) -> None:
         if settings.state_dict is None:
@@ -128,7 +131,17 @@ def _parameters(
         if accountant is not None:
             stack.enter_context(accountant.paused())
         parameters.fill(read)
+        parameters.start(lambda one: first_value(one, settings.state_dict))
     return parameters
+
+
+def first_value(one: Held, state_dict: Mapping[str, Tensor] | None) -> Tensor:
+    """The value a buffer starts from: the state_dict's if it is part of it, else as the user's constructor makes it."""
+    if state_dict is not None and one.persistent:
+        return state_dict[next(name for name in one.names if name in state_dict)]
+    if one.make is None:
+        raise RunError(f"the first value of buffer {one.names[0]} is random or unknown; pass --state-dict")
+    return one.make()
 
 
 def _step(

@@ -67,27 +67,30 @@ class MemoryRows:
             self._rows(s, static, room * self.code.byte)
 
     def _static(self, s: int) -> Linear:
-        """Held during the whole step: state of parameters (tied ones once), user inputs of all micro-batches, lent pools, losses."""
+        """Held during the whole step: parameters and buffers (tied ones once), user inputs of all micro-batches, lent pools, losses."""
         work, code, byte = self.problem.workload, self.code, self.code.byte
         m = self.problem.micro_batches
         each = [
             cost.trainable_elements * work.bytes_per_trainable
             + (cost.parameter_elements - cost.trainable_elements) * work.bytes_per_frozen
             + cost.trainable_tensors * work.bytes_per_tensor
+            + cost.buffer_bytes
             + cost.input_bytes * m
             for cost in self.types
         ]
         held = code.per_cell(s, [value * byte for value in each])
-        ties: dict[int, tuple[int, list[int]]] = {}
+        ties: dict[str, tuple[int, list[int]]] = {}
         for t, cost in enumerate(self.types):
             for tie, elements in cost.shared_parameters:
-                ties.setdefault(tie, (elements, []))[1].append(t)
-        for tie, (elements, kinds) in ties.items():
-            size = (elements * work.bytes_per_trainable + work.bytes_per_tensor) * byte
-            present = self.model.variable(f"tie[{s},{tie}]", upper=1.0, integer=any(self.counts[t] > 1 for t in kinds))
+                ties.setdefault(str(tie), (elements * work.bytes_per_trainable + work.bytes_per_tensor, []))[1].append(t)
+            for buffer, bytes_ in cost.shared_buffers:
+                ties.setdefault(f"buffer {buffer}", (bytes_, []))[1].append(t)
+        for name, (bytes_, kinds) in ties.items():
+            size = bytes_ * byte
+            present = self.model.variable(f"tie[{s},{name}]", upper=1.0, integer=any(self.counts[t] > 1 for t in kinds))
             for t in kinds:
                 held.add(code.cells[s][t], -size)
-                self.model.at_most(f"tie[{s},{tie},{t}]", total((1.0, code.cells[s][t])).term(present, -float(self.counts[t])))
+                self.model.at_most(f"tie[{s},{name},{t}]", total((1.0, code.cells[s][t])).term(present, -float(self.counts[t])))
             held.term(present, size)
         for r, row in enumerate(code.device):
             if s in row:

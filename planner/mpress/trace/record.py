@@ -143,8 +143,10 @@ def _adopt_state(
                     continue
                 if id(tensor) not in memo:
                     target = dtype if tensor.is_floating_point() else tensor.dtype
-                    fake = _fake(mode, torch.empty_strided(tensor.shape, tensor.stride(), dtype=target, device="meta"))
                     is_parameter = isinstance(tensor, nn.Parameter)
+                    # an emitted program holds buffers densely, also those the constructor expands
+                    stride = tensor.stride() if is_parameter else torch.empty(tensor.shape, device="meta").stride()
+                    fake = _fake(mode, torch.empty_strided(tensor.shape, stride, dtype=target, device="meta"))
                     memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                     names[id(tensor)] = []
                     originals.append(tensor)

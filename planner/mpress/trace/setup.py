@@ -142,10 +142,11 @@ class _Writer:
     def step(self, step: Step) -> None:
         """Write one step of the constructor."""
         kwargs = tuple((key, self._argument(step.kwargs[key])) for key in sorted(step.kwargs) if key not in _PLACES)
-        outputs = tuple(self._tensor(layout) for layout in step.outputs)
+        args = tuple(self._argument(a) for a in step.args)
         target = str(step.func) if step.func is not None else LITERAL
         writes = tuple(self._tensor(layout) for layout in step.writes)
-        self._op(target, tuple(self._argument(a) for a in step.args), kwargs, outputs, step.multi, step.view, writes, step.source)
+        outputs = tuple(self._tensor(layout) for layout in step.outputs)
+        self._op(target, args, kwargs, outputs, step.multi, step.view, writes, step.source)
 
     def cast(self, layout: Layout, dtype: str) -> int:
         """The tensor of a value in the precision of the graph (`model.to(bf16)` casts floating buffers too)."""
