@@ -2,7 +2,8 @@
 
 A Graph is one micro-batch of forward, loss and backward as eager autograd runs it.  Operators are in execution order.
 A Tensor is a view on a Storage (shape, stride, offset in elements); memory belongs to storages only.
-A tensor made from Python values is the output of an operator `mpress.literal.default` with args (shape, flat values, Name of the dtype).
+A tensor made from Python values, or used in the forward without being state or an input, is the output of an operator
+`mpress.literal.default` with args (shape, flat values, Name of the dtype); a complex number is two values, real and imaginary part.
 Arguments are literals, `Ref(tensor_id)`, or (nested) tuples of these; dtypes, layouts and devices are `Name`s such as "float32".
 """
 
@@ -174,6 +175,21 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
+class Accumulation:
+    """What eager autograd does to gradients of parameters between two ops of the graph: it adds up two that were taken apart here, or
+    copies one.  Only memory is told, so that the live bytes of the eager step can be replayed exactly (see mpress.peak).
+
+    after: the op it follows.  bytes: new memory it takes, 0 if none.  frees: storages that die only now, not right after op `after`.
+    drops: indices of earlier accumulations whose memory dies with this one.  Memory nobody drops is the gradient that stays.
+    """
+
+    after: int
+    bytes: Bytes
+    frees: tuple[int, ...]
+    drops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Input:
     """An example input of the module.  low..high (inclusive) is the range of an integer input (0, 0 for floats), for made-up data."""
 
@@ -189,6 +205,7 @@ class Graph:
 
     setup: operators run once, before training, that give buffers their first values (their ids are indices into `setup`).
     checkpoints: regions the user's own code recomputes.  assumptions: what was taken from the example inputs or for granted, in words.
+    accumulations: in order, what happens between ops to the memory of gradients.
     """
 
     model: str
@@ -205,6 +222,7 @@ class Graph:
     setup: tuple[Op, ...] = ()
     checkpoints: int = 0
     assumptions: tuple[str, ...] = ()
+    accumulations: tuple[Accumulation, ...] = ()
 
     @property
     def holders(self) -> tuple[Parameter | Buffer, ...]:

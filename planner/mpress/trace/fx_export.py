@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mpress.graph import Argument, Graph, Name, Phase, Ref
+from mpress.trace.literals import TARGET, literal
 
 
 def to_fx(graph: Graph) -> fx.GraphModule:
@@ -45,6 +46,8 @@ def _identifier(name: str) -> str:
 
 
 def _function(target: str) -> Any:
+    if target == TARGET:
+        return literal
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)

@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mpress.graph import Argument, Buffer, Contribution, Graph, Input, Op, Parameter, Phase, Ref, Storage, Tensor, reads, references
-from mpress.trace.recorder import Call, Memory, Recorder
+from mpress.trace.ledger import Memory
+from mpress.trace.lifetimes import Lifetimes
+from mpress.trace.recorder import Call, Recorder
 from mpress.units import Bytes, Flops
 
 
@@ -45,7 +47,7 @@ def lower(
     producer = {output: number for number, call in enumerate(calls) for output in call.outputs if output >= 0}
     uses = Counter(t for call in calls for t in _operands(call))
     uses.update(value for _, value in arrived)
-    dropped: set[int] = set()
+    dropped = {number for number, call in enumerate(calls) if call.engine}
     addends: list[tuple[int, str, int]] = []
     for name, value in arrived:
         for part in _addends(value, calls, producer, uses, dropped):
@@ -65,8 +67,16 @@ def lower(
     contributions = tuple(Contribution(name, ids.tensor(part)) for _, name, part in sorted(addends))
     read_later = {ids.tensors[t].storage for op in ops if op.phase is Phase.BACKWARD for t in reads(op)}
     made_before = {ids.tensors[t].storage for op in ops if op.phase is Phase.FORWARD for t in op.outputs if t >= 0}
+    lifetimes = Lifetimes(len(calls), op_ids, ids.memories, recorder.memories)
     storages = tuple(
-        Storage(index, Bytes(memory.bytes), memory.kind, memory.packed or (index in read_later and index in made_before))
+        Storage(
+            id=index,
+            bytes=Bytes(memory.bytes),
+            kind=memory.kind,
+            saved=memory.packed or (index in read_later and index in made_before),
+            born=lifetimes.born(memory),
+            dies=lifetimes.dies(memory),
+        )
         for index, memory in enumerate(ids.memories)
     )
     return Graph(
@@ -81,6 +91,9 @@ def lower(
         loss=ids.tensor(loss),
         seed=ids.tensor(recorder.seed),
         contributions=contributions,
+        checkpoints=recorder.checkpoints.count,
+        assumptions=recorder.known.assumptions,
+        accumulations=lifetimes.accumulations(),
     )
 
 
@@ -117,15 +130,14 @@ class _Numbers:
             storage = self._storage_ids[record.storage] = len(self.memories)
             self.memories.append(self._recorder.memories[record.storage])
         number = self._tensor_ids[value] = len(self.tensors)
-        item = record.item
         self.tensors.append(
             Tensor(
                 id=number,
                 storage=storage,
-                shape=tuple(item.shape),
-                stride=tuple(item.stride()),
-                offset=int(item.storage_offset()),
-                dtype=str(item.dtype).rpartition(".")[2],
+                shape=record.shape,
+                stride=record.stride,
+                offset=record.offset,
+                dtype=record.dtype,
                 differentiable=record.differentiable,
                 name=record.name,
             )
@@ -157,4 +169,6 @@ def _op(number: int, call: Call, op_ids: dict[int, int], ids: _Numbers, idle: se
         random_key=call.random_key,
         flops=Flops(call.flops),
         bytes_moved=Bytes(call.bytes_moved),
+        repeats=op_ids[call.repeats] if call.repeats >= 0 else -1,
+        atom=call.atom,
     )

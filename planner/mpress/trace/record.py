@@ -89,8 +89,8 @@ def _record(
 ) -> Graph:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     paths = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-    recorder = Recorder(paths)
-    parameters, buffers = _adopt_state(model, fake_mode, recorder, dtype)
+    recorder = Recorder(paths, type(model).__name__, fake_mode)
+    parameters, buffers, trained = _adopt_state(model, fake_mode, recorder, dtype)
     given: list[Given] = []
 
     def adopt(name: str, value: Any) -> Any:
@@ -98,17 +98,15 @@ def _record(
             return value
         target = dtype if value.is_floating_point() else value.dtype
         fake = _fake(fake_mode, torch.empty_strided(value.shape, value.stride(), dtype=target, device="meta"))
-        given.append(Given(name, recorder.adopt(fake, Kind.INPUT, name), *value_range(value)))
+        given.append(Given(name, recorder.adopt(fake, Kind.INPUT, name, value), *value_range(value)))
         return fake
 
     names = input_names(model, len(positional))
     fake_positional = tuple(adopt_nested(adopt, name, value) for name, value in zip(names, positional, strict=True))
     fake_keyword = {name: adopt_nested(adopt, name, value) for name, value in keyword.items()}
     arrived: list[tuple[str, int]] = []
-    for parameter in parameters:
-        tensor: Any = recorder.values[parameter.value].item
-        if parameter.trainable:
-            tensor.register_hook(_on_gradient(recorder, arrived, parameter.names[0]))
+    for name, tensor in trained:
+        tensor.register_hook(_on_gradient(recorder, arrived, name))
     loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword, semantics)
     reached = {name for name, _ in arrived}
     for parameter in parameters:
@@ -131,8 +129,11 @@ def _fake(mode: FakeTensorMode, meta: torch.Tensor) -> torch.Tensor:
 
 def _adopt_state(
     model: nn.Module, mode: FakeTensorMode, recorder: Recorder, dtype: torch.dtype
-) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
-    """Replace parameters and buffers by fake ones of the wanted precision; tied ones (one object, several names) stay tied."""
+) -> tuple[tuple[Named, ...], tuple[Named, ...], list[tuple[str, Any]]]:
+    """Replace parameters and buffers by fake ones of the wanted precision; tied ones (one object, several names) stay tied.
+
+    Returns the parameters, the buffers, and the fake tensor of each trained parameter by its name.
+    """
     memo: dict[int, torch.Tensor] = {}
     names: dict[int, list[str]] = {}
     originals: list[torch.Tensor] = []
@@ -153,12 +154,25 @@ def _adopt_state(
                 names[id(tensor)].append(f"{prefix}.{name}" if prefix else name)
                 table[name] = memo[id(tensor)]
     found: dict[bool, list[Named]] = {True: [], False: []}
+    trained: list[tuple[str, Any]] = []
     for original in originals:
         is_parameter = isinstance(original, nn.Parameter)
         known = tuple(names[id(original)])
         value = recorder.adopt(memo[id(original)], Kind.PARAMETER if is_parameter else Kind.BUFFER, known[0])
         found[is_parameter].append(Named(known, value, is_parameter and original.requires_grad, original.numel()))
-    return tuple(found[True]), tuple(found[False])
+        if is_parameter and original.requires_grad:
+            _carry_hooks(original, memo[id(original)], known[0])
+            trained.append((known[0], memo[id(original)]))
+    return tuple(found[True]), tuple(found[False]), trained
+
+
+def _carry_hooks(original: Any, fake: Any, name: str) -> None:
+    """Hooks the user put on a parameter while building the model."""
+    for hook in (original._backward_hooks or {}).values():
+        fake.register_hook(hook)
+    if original._post_accumulate_grad_hooks:
+        message = f"parameter '{name}' has a hook that runs after its gradient is accumulated"
+        raise InputError("trace", message, name, "step the optimizer outside of the backward; the emitted program runs it once a step")
 
 
 def adopt_nested(adopt: Any, name: str, value: Any) -> Any:
@@ -206,17 +220,18 @@ def _step(
             torch.enable_grad(),
             mode,
             recorder,
-            saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+            recorder.listening(),
+            saved_tensors_hooks(recorder.pack, recorder.unpack),
         ):
             result = model(*positional, **keyword)
             loss = scalar_loss(model_file, result)
+            del result  # as in `loss = criterion(model(x)); loss.backward()`: only the loss is held on to
             number = recorder.find(loss)
-            for value in recorder.values:
-                value.differentiable = value.item.requires_grad
             with torch.no_grad(), recorder.paused():
                 seed = torch.ones_like(loss)
             recorder.start_backward(seed)
             torch.autograd.backward(loss, seed)
+            recorder.finish()
             return number
     except MpressError:
         raise

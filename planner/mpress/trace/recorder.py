@@ -1,55 +1,45 @@
-"""Watches a training step on fake tensors: every ATen call with its tensors, storages, module, line and the forward call it differentiates.
-
-Every tensor seen is kept alive, so that `id(object)` and storage addresses stay unique; fake tensors own no memory.
-"""
+"""Watches a training step on fake tensors: every ATen call with its tensors, storages, module, line and the forward call it differentiates."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.autograd import graph as autograd_graph
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Argument, Kind, Name, Ref, Source
+from mpress.trace.checkpoints import Checkpoints
 from mpress.trace.costs_of_ops import flops_of, moved_bytes
+from mpress.trace.functions import Atoms
+from mpress.trace.known_values import KnownValues
+from mpress.trace.ledger import Ledger, Memory, Packed, Value
+from mpress.trace.literals import MOST, TARGET, literal_arguments
 from mpress.trace.semantics import draws
 from mpress.trace.source import NOWHERE, current_source
 
 ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
 _engine: Any = torch.autograd  # private functions, absent from torch's stubs
+_aten: Any = torch.ops.aten
+_ENGINE_CODE = autograd_graph._engine_run_backward.__code__
 _STATISTICS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"})
 _ADDS = ("aten.add.Tensor", "aten.add_.Tensor")
-
-
-@dataclass(slots=True)
-class Value:
-    """A tensor as first seen; `differentiable` is read from `item` when the forward is over."""
-
-    storage: int
-    item: torch.Tensor
-    name: str
-    backward: bool
-    differentiable: bool = False
-
-
-@dataclass(slots=True)
-class Memory:
-    """A storage; `packed` = autograd saved a tensor on it."""
-
-    bytes: int
-    kind: Kind
-    packed: bool = False
+_LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
 
 @dataclass(slots=True)
 class Call:
-    """One ATen call; ids are indices into Recorder.values and Recorder.calls.  summing: the engine adds up two gradients."""
+    """One ATen call; ids are indices into Recorder.ledger.values and Recorder.calls.
+
+    summing: the engine adds up two gradients.  engine: the engine puts a gradient into a parameter, which is no part of the graph.
+    """
 
     target: str
     args: tuple[Argument, ...]
@@ -60,12 +50,15 @@ class Call:
     module: str
     source: Source
     forward: int
-    view: bool
-    mutates: tuple[int, ...]
-    random_key: str
-    flops: float
-    bytes_moved: int
+    view: bool = False
+    mutates: tuple[int, ...] = ()
+    random_key: str = ""
+    flops: float = 0.0
+    bytes_moved: int = 0
+    repeats: int = -1
+    atom: str = ""
     summing: bool = False
+    engine: bool = False
 
 
 @dataclass(slots=True)
@@ -91,56 +84,53 @@ def _hidden_writes(target: str, args: tuple[Any, ...]) -> list[Any]:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
-    """The dispatch mode.  Use: `adopt` parameters, buffers, inputs; run the forward; `start_backward`; run the backward."""
+    """The dispatch mode.  Use: `adopt` state and inputs; run the forward in `listening`; `start_backward`; run the backward; `finish`.
 
-    def __init__(self, paths: dict[nn.Module, str]) -> None:
+    paths: dotted names of the modules; root: the class of the outermost one, which has no name.
+    """
+
+    def __init__(self, paths: dict[nn.Module, str], root: str, fakes: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
-        self.values: list[Value] = []
-        self.memories: list[Memory] = []
+        self.ledger = Ledger()
         self.seed = -1
         self.stack: list[str] = [""]
+        self.leaves: set[int] = set()  # ids of the parameters, which live all the time
+        self.checkpoints = Checkpoints(self.calls)
+        self.atoms = Atoms(self._function_ran)
+        self.known = KnownValues(self.ledger, fakes, self.refusal)
+        self._root = root
         self._paths = paths
-        self._by_object: dict[int, int] = {}
-        self._by_layout: dict[tuple[Any, ...], int] = {}
-        self._by_storage: dict[int, int] = {}
         self._traits: dict[Any, Traits] = {}
         self._owners: dict[int, int] = {}
         self._draws: dict[str, int] = {}
-        self._keep: list[Any] = []
         self._next_sequence = _engine._get_sequence_nr()
         self._backward = False
         self._paused = False
         self._view_written = False
 
+    @property
+    def values(self) -> list[Value]:
+        return self.ledger.values
+
+    @property
+    def memories(self) -> list[Memory]:
+        return self.ledger.memories
+
     # -- tensors -----------------------------------------------------------------------------------------------------------------
 
-    def adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> int:
-        """Register a parameter, buffer or input that exists before the step."""
-        return self._add(tensor, kind, name)
-
-    def _add(self, tensor: torch.Tensor, kind: Kind, name: str) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        owner = self._by_storage.get(key)
-        if owner is None:
-            owner = self._by_storage[key] = len(self.memories)
-            self.memories.append(Memory(storage.nbytes(), kind))
-            self._keep.append(storage)
-        number = len(self.values)
-        self.values.append(Value(owner, tensor, name, self._backward))
-        self._by_object[id(tensor)] = number
-        self._by_layout[(owner, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)] = number
+    def adopt(self, tensor: torch.Tensor, kind: Kind, name: str, real: torch.Tensor | None = None) -> int:
+        """Register a parameter, buffer or input that exists before the step; `real` are the values of an example input."""
+        number = self.ledger.add(tensor, kind, name)
+        if kind is Kind.PARAMETER:
+            self.leaves.add(id(tensor))
+        if real is not None:
+            self.known.shadows.give(tensor, real, frozenset((name,)))
         return number
 
     def find(self, tensor: torch.Tensor) -> int:
         """The value of a tensor object; another object with the same storage and layout is the same value."""
-        known = self._by_object.get(id(tensor))
-        if known is not None:
-            return known
-        owner = self._by_storage.get(tensor.untyped_storage()._cdata)
-        layout = (owner, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        known = None if owner is None else self._by_layout.get(layout)
+        known = self.ledger.find(tensor)
         if known is None:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             raise self.refusal(
@@ -148,16 +138,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
                 f"a tensor ({shape}) is used that is neither a parameter, a buffer, an input nor computed in the forward",
                 "register it with self.register_buffer, or pass it as an input",
             )
-        self._by_object[id(tensor)] = known
-        self._keep.append(tensor)
         return known
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Packed | torch.Tensor:
         """Hook for saved_tensors_hooks: autograd saves this tensor."""
-        owner = self._by_storage.get(tensor.untyped_storage()._cdata)
-        if owner is not None:
-            self.memories[owner].packed = True
-        return tensor
+        return tensor if self._backward else self.ledger.pack(tensor)
+
+    @staticmethod
+    def unpack(packed: Packed | torch.Tensor) -> torch.Tensor:
+        """Hook for saved_tensors_hooks."""
+        return packed.tensor if isinstance(packed, Packed) else packed
 
     # -- modules -----------------------------------------------------------------------------------------------------------------
 
@@ -172,18 +162,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def refusal(self, code: str, message: str, hint: str) -> InputError:
         """A refusal that names the module and the line being run."""
         source = current_source()
-        module = self.stack[-1]
-        inside = f" in module '{module}'" if module else ""
+        module = self.stack[-1] or self._root
         line = f": `{source.code}`" if source.code else ""
-        return InputError(code, f"{message}{inside}{line}", source.place(module), hint)
+        return InputError(code, f"{message} in module '{module}'{line}", source.place(module), hint)
 
     # -- calls -------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear of checkpoints and custom functions, too."""
+        with ExitStack() as stack:
+            stack.enter_context(self.checkpoints.heard())
+            stack.enter_context(self.atoms.heard())
+            yield
 
     def start_backward(self, seed: torch.Tensor) -> None:
         """Everything from here on is the backward pass; `seed` is the gradient of the loss it starts from."""
         self._note_nodes(-1)
+        self.ledger.end_forward()
         self._backward = True
-        self.seed = self._add(seed, Kind.COMPUTED, "")
+        self.checkpoints.start_backward()
+        self.seed = self.ledger.add(seed, Kind.COMPUTED, born=len(self.calls))
+
+    def finish(self) -> None:
+        """The step is over, whatever still lives outlives it."""
+        self.ledger.close()
+
+    def _function_ran(self) -> None:
+        """The node of a custom Function that called nothing belongs to the last call."""
+        self._note_nodes(len(self.calls) - 1)
 
     def _note_nodes(self, call: int) -> None:
         """Give the autograd nodes created since the last call their owner.
@@ -215,80 +222,120 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         kwargs = kwargs or {}
         if self._paused or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        traits = self._traits.get(func)
+        if traits is None:
+            if not isinstance(func, torch._ops.OpOverload):
+                raise self.refusal("trace", f"the operator {func} runs other code", "call that code directly")
+            traits = self._traits[func] = _traits(func)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             hint = "create tensors on the device of an input: device=x.device"
             raise self.refusal("device", f"the model asks for device '{device}'", hint)
+        if func in _LIFTS and type(args[0]) is not FakeTensor:
+            return self._from_python(func, args[0])
+        args, kwargs, operands = self._operands(args, kwargs, traits)
         number = len(self.calls)
-        sequence = -1
-        if self._backward:
-            node = torch._C._current_autograd_node()
-            sequence = node._sequence_nr() if node is not None else -1
-            if torch.is_grad_enabled():
-                hint = "remove checkpointing and create_graph: the planner decides itself what is recomputed"
-                raise self.refusal("activation-checkpoint", "the backward pass runs forward operators again", hint)
-        else:
-            self._note_nodes(number)
-        constant = func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
-        if constant:
-            literal = self._literal(args[0])
+        self._note_nodes(number)
+        if not self._backward:
+            self.ledger.note_differentiable()
         try:
-            result = func(*args, **kwargs)
+            result = self.known.read(func, args, kwargs, operands)
+            if result is NotImplemented:
+                result = func(*args, **kwargs)
         except MpressError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self.refusal(
-                "data-dependent",
-                f"the result of {error.func} depends on values, but plans are made without data",
-                "branch on shapes or configuration only, or use torch.where / masks of fixed size",
-            ) from None
-        if sequence == ACCUMULATE:
+            result = self.known.shaped(func, args, kwargs, operands, error)
+        if func is _aten.detach.default:  # the same value under another Python object
+            self.ledger.stands_for(result, self.find(args[0]))
             return result
-        if func is torch.ops.aten.detach.default:  # the same value under another Python object
-            self._by_object[id(result)] = self.find(args[0])
-            self._keep.append(result)
+        if not isinstance(result, torch.Tensor | tuple | list) and result is not None:
+            return result  # a Python number: whoever reads it has it
+        items = list(result) if isinstance(result, tuple | list) else [result]
+        node = torch._C._current_autograd_node() if self._backward else None
+        sequence = node._sequence_nr() if node is not None else -1
+        direct = self._backward and sys._getframe(1).f_code is _ENGINE_CODE
+        if sequence == ACCUMULATE and direct and id(node.variable) in self.leaves:  # type: ignore[union-attr]
+            self._bookkeeping(traits.target, items)
             return result
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = _traits(func)
-        if constant:
-            self._record_constant(literal, result)
-            return result
-        operands: list[torch.Tensor] = []
-        call_args = tuple([self._argument(a, operands) for a in args])
-        call_kwargs = tuple([(key, self._argument(kwargs[key], operands)) for key in sorted(kwargs)])
+        call_args = tuple([self._argument(a) for a in args])
+        call_kwargs = tuple([(key, self._argument(kwargs[key])) for key in sorted(kwargs)])
         mutates = [args[i] for i in traits.writes if i < len(args)] + [kwargs[k] for k in traits.keyword_writes if k in kwargs]
         mutates += _hidden_writes(traits.target, args)
-        written = tuple([self.find(t) for t in mutates if isinstance(t, torch.Tensor)])
+        written = [t for item in mutates for t in (item if isinstance(item, tuple | list) else [item]) if isinstance(t, torch.Tensor)]
+        targets = tuple([self.find(t) for t in written])
+        operand_memories = {self.ledger.memory(t) for t in operands}
+        inputs = [self.values[self.find(t)] for t in operands] if self._backward else []
         before = len(self.memories)
-        multi = isinstance(result, tuple | list)
-        items = list(result) if multi else [result]
-        outputs = tuple([self._add(t, Kind.COMPUTED, "") if isinstance(t, torch.Tensor) else -1 for t in items])
-        shared = {self.values[self.find(t)].storage for t in operands}
+        outputs = tuple(
+            [
+                self.ledger.add(t, Kind.COMPUTED, born=number, backward=self._backward) if isinstance(t, torch.Tensor) else -1
+                for t in items
+            ]
+        )
         made = [self.values[o].storage for o in outputs if o >= 0]
-        view = bool(made) and not written and len(self.memories) == before and all(s in shared for s in made)
-        forward, module, source = -1, self.stack[-1], NOWHERE
-        summing = False
-        if self._backward:
-            owner = self._owners.get(sequence, -1)
-            if owner >= 0:
-                module, source = self.calls[owner].module, self.calls[owner].source
-            plain_add = traits.target in _ADDS and len(operands) == 2 and not kwargs
-            summing = plain_add and all(self.values[self.find(t)].backward for t in operands)
-            forward = -1 if summing else owner
-        else:
-            source = current_source()
-            self._view_written = any(t._is_view() for t in mutates if isinstance(t, torch.Tensor))
-        key = self._random_key(module, func, args, kwargs, traits)
-        flops = 0.0 if view else flops_of(func, args, kwargs, result)
-        moved = 0 if view else moved_bytes(traits.target, operands, [t for t in items if isinstance(t, torch.Tensor)])
-        self.calls.append(
-            Call(
-                traits.target, call_args, call_kwargs, outputs, multi, self._backward, module, source, forward,
-                view, written, key, flops, moved, summing,
-            )
+        view = bool(made) and not targets and len(self.memories) == before and all(s in operand_memories for s in made)
+        call = Call(
+            traits.target, call_args, call_kwargs, outputs, isinstance(result, tuple | list), self._backward, self.stack[-1], NOWHERE, -1,
+            view, targets, atom=self.atoms.name,
         )  # fmt: skip
+        if self.checkpoints.repeating:
+            self._repeat(call)
+        elif self._backward:
+            self._differentiate(call, sequence, direct, inputs)
+        else:
+            call.source = current_source()
+            self._view_written = any(t._is_view() for t in written)
+            call.random_key = self._random_key(call.module, func, args, kwargs, traits)
+        if not view:
+            call.flops = flops_of(func, args, kwargs, result)
+            call.bytes_moved = moved_bytes(traits.target, operands, [t for t in items if isinstance(t, torch.Tensor)])
+        self._append(call)
+        if not self._backward or self.checkpoints.repeating:
+            self.known.shadows.follow(traits.target, func, args, kwargs, operands, written, result, traits.random)
         return result
+
+    def _append(self, call: Call) -> None:
+        self.ledger.last = len(self.calls)
+        self.calls.append(call)
+
+    def _bookkeeping(self, target: str, items: list[Any]) -> None:
+        """AccumulateGrad copies or adds a gradient: memory that is there, but no part of the graph."""
+        number = len(self.calls)
+        outputs = tuple([self.ledger.add(t, Kind.COMPUTED, born=number, backward=True) for t in items if isinstance(t, torch.Tensor)])
+        self._append(Call(target, (), (), outputs, False, True, "", NOWHERE, -1, engine=True))
+
+    def _repeat(self, call: Call) -> None:
+        """A call of a region that the user's checkpoint runs again."""
+        original = self.checkpoints.original(call.target, call.args, call.kwargs)
+        if original < 0:
+            raise self.refusal(
+                "activation-checkpoint",
+                f"what torch.utils.checkpoint runs again in the backward ({call.target}) is not what it ran in the forward",
+                "make the function deterministic, or take the checkpoint out: the planner decides itself what is recomputed",
+            )
+        first = self.calls[original]
+        self.checkpoints.pair(call.outputs, original)
+        call.repeats, call.module, call.source, call.random_key = original, first.module, first.source, first.random_key
+
+    def _forward_of(self, call: int) -> int:
+        """The forward call that a node created in this call stands for."""
+        found = self.calls[call]
+        if not found.backward:
+            return call
+        return found.repeats if found.repeats >= 0 else found.forward
+
+    def _differentiate(self, call: Call, sequence: int, direct: bool, inputs: list[Value]) -> None:
+        """A call of the backward proper: what it differentiates, or that it only adds up gradients."""
+        owner = self._owners.get(sequence, -1)
+        if owner < 0 and sequence == ACCUMULATE:  # a hook of a leaf goes on with what made its gradient
+            owner = next((v.call for v in inputs if v.backward and 0 <= v.call < len(self.calls)), -1)
+        forward = self._forward_of(owner) if owner >= 0 else -1
+        if forward >= 0:
+            call.module, call.source = self.calls[forward].module, self.calls[forward].source
+        plain_add = direct and call.target in _ADDS and len(call.args) == len(inputs) == 2 and not call.kwargs
+        call.summing = plain_add and all(v.backward for v in inputs)
+        call.forward = -1 if call.summing else forward
 
     def _random_key(self, module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> str:
         if not traits.random or not draws(func, args, kwargs):
@@ -297,44 +344,90 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._draws[module] = draw + 1
         return f"{module}#{draw}"
 
-    def _argument(self, value: Any, operands: list[torch.Tensor]) -> Argument:
+    # -- arguments ---------------------------------------------------------------------------------------------------------------
+
+    def _operands(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """The tensors among the arguments; real ones (attributes of modules, numpy) give way to fake ones of the same values."""
+        found: list[torch.Tensor] = []
+        _collect(args, found)
+        if kwargs:
+            _collect(kwargs.values(), found)
+        if all(type(t) is FakeTensor for t in found):
+            return args, kwargs, found
+        args, kwargs = self.known.fake_arguments(args, kwargs, self._from_attribute)
+        written = [args[i] for i in traits.writes if i < len(args)]
+        if any(self.known.is_stand_in(t) for t in written if isinstance(t, torch.Tensor)):
+            raise self.refusal("constant", "a plain tensor attribute is written in place", "register it with self.register_buffer")
+        found.clear()
+        _collect((*args, *kwargs.values()), found)
+        return args, kwargs, found
+
+    def _argument(self, value: Any) -> Argument:
         if isinstance(value, torch.Tensor):
-            operands.append(value)
+            if not self._backward and value.requires_grad:
+                self.values[self.find(value)].differentiable = True
             return Ref(self.find(value))
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, tuple | list):
-            return tuple([self._argument(item, operands) for item in value])
+            return tuple([self._argument(item) for item in value])
         convert = _CONSTANTS.get(type(value))
         if convert is None:
             kind = type(value).__name__
             raise self.refusal("trace", f"an operator takes an argument of type {kind}", "this kind of argument cannot be planned yet")
         return convert(value)
 
-    def _literal(self, tensor: torch.Tensor) -> int | float | bool:
-        if tensor.numel() != 1:
-            raise self.refusal("constant", "the forward makes a tensor from Python values", "register it once with self.register_buffer")
-        with _disable_current_modes():
-            value: int | float | bool = tensor.item()
-        return value
+    def _from_python(self, func: Any, real: torch.Tensor) -> torch.Tensor:
+        """`torch.tensor([1.0, 2.0])`."""
+        if real.numel() > MOST:
+            raise self._too_long(real)
+        result: torch.Tensor = func(real)
+        self._literal(real, result, born=len(self.calls))
+        return result
 
-    def _record_constant(self, literal: int | float | bool, result: torch.Tensor) -> None:
-        """`torch.tensor(3.0)` in a forward is written as a fill of that shape."""
-        kwargs: tuple[tuple[str, Argument], ...] = (("device", Name("device", "cpu")), ("dtype", _CONSTANTS[torch.dtype](result.dtype)))
-        args: tuple[Argument, ...] = (tuple(result.shape), literal)
-        self.calls.append(
-            Call(
-                "aten.full.default", args, kwargs, (self._add(result, Kind.COMPUTED, ""),), False, self._backward, self.stack[-1],
-                current_source(), -1, False, (), "", 0.0, result.element_size(),
+    def _from_attribute(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """A tensor that exists outside of the step and is no part of the module's state."""
+        if real.is_meta:
+            kind = "parameter" if isinstance(real, nn.Parameter) else "tensor"
+            raise self.refusal(
+                "constant",
+                f"a {kind} ({'x'.join(map(str, real.shape)) or 'scalar'}) made with the model is used that is no registered part of it",
+                f"keep it with self.register_{'parameter' if kind == 'parameter' else 'buffer'}",
             )
-        )  # fmt: skip
+        if real.numel() > MOST:
+            raise self._too_long(real)
+        self._literal(real, fake, born=-1)
+
+    def _too_long(self, real: torch.Tensor) -> InputError:
+        message = f"a tensor of {real.numel()} numbers that are no part of the module's state is used (at most {MOST} can be written down)"
+        return self.refusal("constant", message, "register it once with self.register_buffer")
+
+    def _literal(self, real: torch.Tensor, fake: torch.Tensor, born: int) -> None:
+        output = self.ledger.add(fake, Kind.COMPUTED, born=born, backward=self._backward)
+        args = literal_arguments(real)
+        call = Call(TARGET, args, (), (output,), False, self._backward, self.stack[-1], current_source(), -1, atom=self.atoms.name)
+        call.bytes_moved = real.numel() * real.element_size()
+        if self.checkpoints.repeating and born >= 0:
+            self._repeat(call)
+        self._append(call)
+        self.known.shadows.give(fake, real, frozenset())
+
+
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            _collect(value, found)
 
 
 def _last(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
-_CONSTANTS: dict[type, Callable[[Any], Name]] = {
+_CONSTANTS: dict[type, Callable[[Any], Argument]] = {
     torch.dtype: lambda v: Name("dtype", _last(v)),
     torch.layout: lambda v: Name("layout", _last(v)),
     torch.memory_format: lambda v: Name("memory_format", _last(v)),
