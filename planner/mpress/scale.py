@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
-from mpress.graph import Buffer, Graph, Input, Op, Parameter, Storage, Tensor
+from mpress.graph import Accumulation, Buffer, Graph, Input, Op, Parameter, Storage, Tensor
 
 QUANTITIES: dict[type, tuple[str, ...]] = {
     Graph: ("micro_batch", "assumptions"),
@@ -25,6 +25,7 @@ QUANTITIES: dict[type, tuple[str, ...]] = {
     Op: ("args", "kwargs", "flops", "bytes_moved"),
     Parameter: ("elements",),
     Buffer: ("elements",),
+    Accumulation: ("bytes",),
 }
 SAMPLED: dict[type, tuple[str, ...]] = {Input: ("low", "high")}
 """What is measured on example data at each size."""

@@ -96,11 +96,11 @@ def test_values(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "line"),
     [
-        ("return self.a(x) if x.sum() > 0 else x", "data-dependent", "x.sum() > 0"),
-        ("return self.a(x)[x[:, 0] > 0]", "data-dependent", "x[:, 0]"),
+        ("y = self.a(x); return y if y.sum() > 0 else x", "data-dependent", "y.sum() > 0"),
+        ("y = self.a(x); return y[y[:, 0] > 0]", "data-dependent", "y[:, 0]"),
         ("return self.a(x) @ x", "trace", "@ x"),
         ("return self.a(x.to('cuda'))", "device", "to('cuda')"),
-        ("return self.a(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])", "constant", "torch.tensor"),
+        ("return self.a(x) + torch.tensor([1.0] * 5000)[:4]", "constant", "torch.tensor"),
         ("return x.square()", "no-gradient", ""),
         ("return self.a(x).detach()", "no-gradient", ""),
     ],
@@ -114,10 +114,15 @@ def test_refusals_name_the_line(tmp_path: Path, body: str, code: str, line: str)
     assert error.hint
 
 
-def test_activation_checkpointing_is_refused(tmp_path: Path) -> None:
-    body = "from torch.utils.checkpoint import checkpoint; return checkpoint(self.a, x, use_reentrant=False)"
+def test_a_checkpoint_that_repeats_something_else_is_refused(tmp_path: Path) -> None:
+    body = """calls = []
+        def region(y):
+            calls.append(1)
+            return torch.tanh(self.a(y)) * (1.0 if len(calls) == 1 else 2.0)
+        from torch.utils.checkpoint import checkpoint
+        return checkpoint(region, x, use_reentrant=False).sin()"""
     error = _refusal(_net(tmp_path, body))
-    assert (error.code, error.where) == ("activation-checkpoint", "a")
+    assert error.code == "activation-checkpoint" and "aten.mul.Tensor" in error.message and error.where == "model.py:14"
 
 
 def test_errors_of_the_model_leave_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
