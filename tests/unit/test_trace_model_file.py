@@ -118,7 +118,7 @@ def test_a_checkpoint_that_repeats_something_else_is_refused(tmp_path: Path) -> 
     body = """calls = []
         def region(y):
             calls.append(1)
-            return torch.tanh(self.a(y)) * (1.0 if len(calls) == 1 else 2.0)
+            return torch.tanh(self.a(y) * (1.0 if len(calls) == 1 else 2.0))
         from torch.utils.checkpoint import checkpoint
         return checkpoint(region, x, use_reentrant=False).sin()"""
     error = _refusal(_net(tmp_path, body))

@@ -31,7 +31,8 @@ class Atoms:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             with atoms._inside(cls):
-                result = super(below, cls).apply(*args, **kwargs)
+                parent: Any = super(below, cls)
+                result = parent.apply(*args, **kwargs)
                 atoms._after_forward()
                 return result
 

@@ -33,7 +33,7 @@ class KnownValues:
         ledger.on_death = self.shadows.died
         self._ledger = ledger
         self._fakes = fakes
-        self._refusal = refusal
+        self.refusal = refusal
         self._assumptions: dict[str, None] = {}
         self._stand_ins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
@@ -68,12 +68,12 @@ class KnownValues:
                 inputs = frozenset(name for item in found if item is not None for name in item[1])
                 result = func(args[0], [position for item in found if item is not None for position in item[0]])
         elif func is _aten.masked_select.default and (mask := self.shadows.read(args[1])) is not None:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
             with _disable_current_modes():
                 chosen, inputs = int(mask[0].expand(shape).sum()), mask[1]
             result = args[0].new_empty(chosen)
         if result is NotImplemented:
-            raise self._refusal(
+            raise self.refusal(
                 "data-dependent",
                 f"the result of {getattr(error, 'func', func)} depends on values, but plans are made without data",
                 "branch on shapes or configuration only, or use torch.where / masks of fixed size",

@@ -138,15 +138,15 @@ class Ledger:
 
     # -- life --------------------------------------------------------------------------------------------------------------------
 
-    def _object_died(self, follow: Any) -> None:
+    def _object_died(self, follow: _Follow) -> None:
         if self._objects.get(follow.key) is follow:
             del self._objects[follow.key]
 
-    def _other_body_died(self, follow: Any) -> None:
+    def _other_body_died(self, follow: _Follow) -> None:
         if self._storages.get(follow.key) is follow:
             del self._storages[follow.key]
 
-    def _storage_died(self, follow: Any) -> None:
+    def _storage_died(self, follow: _Follow) -> None:
         if self._storages.get(follow.key) is follow:
             del self._storages[follow.key]
         if self._open:

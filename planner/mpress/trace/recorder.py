@@ -1,4 +1,4 @@
-"""Watches a training step on fake tensors: every ATen call with its tensors, storages, module, line and the forward call it differentiates."""
+"""Watches a training step on fake tensors: every ATen call with its tensors, module and line, and the forward call it differentiates."""
 
 from __future__ import annotations
 
@@ -268,10 +268,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         inputs = [self.values[self.find(t)] for t in operands] if self._backward else []
         before = len(self.memories)
         outputs = tuple(
-            [
-                self.ledger.add(t, Kind.COMPUTED, born=number, backward=self._backward) if isinstance(t, torch.Tensor) else -1
-                for t in items
-            ]
+            [self.ledger.add(t, Kind.COMPUTED, born=number, backward=self._backward) if isinstance(t, torch.Tensor) else -1 for t in items]
         )
         made = [self.values[o].storage for o in outputs if o >= 0]
         view = bool(made) and not targets and len(self.memories) == before and all(s in operand_memories for s in made)

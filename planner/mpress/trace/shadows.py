@@ -62,7 +62,7 @@ class Shadows:
             return None
         with _disable_current_modes():
             empty = torch.empty(0, dtype=tensor.dtype)
-            return empty.set_(shadow.storage, tensor.storage_offset(), tensor.shape, tensor.stride()), shadow.inputs  # type: ignore[call-overload]
+            return empty.set_(shadow.storage, tensor.storage_offset(), tensor.shape, tensor.stride()), shadow.inputs
 
     def all_known(self, operands: Sequence[Tensor]) -> bool:
         """Whether the values of all of them are known."""
@@ -85,7 +85,15 @@ class Shadows:
             return func(*real_args, **real_kwargs), frozenset(inputs)
 
     def follow(
-        self, target: str, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], written: Sequence[Tensor], result: Any, random: bool
+        self,
+        target: str,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        operands: Sequence[Tensor],
+        written: Sequence[Tensor],
+        result: Any,
+        random: bool,
     ) -> None:
         """After a call: compute what it makes of known values, forget what it overwrites with unknown ones."""
         packet = target.rpartition(".")[0]
