@@ -25,12 +25,6 @@ from tiny_models import GPT, gpt_args, write_model
 
 BATCH = 2
 CPU, CUDA = Semantics(view=View.CPU), Semantics()
-REFUSED = {  # not traced today
-    "checkpoint": "the user's checkpoint is refused",
-    "checkpoint_reentrant": "the user's checkpoint is refused",
-    "tensors_from_python_values": "a tensor made from more than one Python value is refused",
-    "lstm": "the CUDA view runs LSTM by oneDNN",
-}
 
 
 def proven(path: str, precision: str = "fp32") -> proof.Proof:
@@ -40,9 +34,7 @@ def proven(path: str, precision: str = "fp32") -> proof.Proof:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_model_is_proven(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
-    if name in REFUSED:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=InputError, reason=REFUSED[name]))
+def test_every_kind_of_model_is_proven(tmp_path: Path, name: str) -> None:
     assert proven(write(name, tmp_path)).verdict is Verdict.PROVEN
 
 

@@ -217,7 +217,6 @@ def _step(
             _module_hooks(recorder),
             _quiet_fakes(),
             _portable_kernels(),
-            _eager_transformers(),
             torch.autograd.set_multithreading_enabled(False),
             torch.enable_grad(),
             mode,
@@ -296,21 +295,6 @@ def _portable_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-@contextmanager
-def _eager_transformers() -> Iterator[None]:
-    """transformers takes a fake tensor for a sign of export and builds masks that eager training does not build."""
-    imported: Any = sys.modules.get("transformers.utils.import_utils")
-    if imported is None or not hasattr(imported, "is_fake_tensor"):
-        yield
-        return
-    before = imported.is_fake_tensor
-    imported.is_fake_tensor = lambda _tensor: False
-    try:
-        yield
-    finally:
-        imported.is_fake_tensor = before
 
 
 @contextmanager
