@@ -272,7 +272,28 @@ class _Checker:
             self._require(part.tensor in back and own, f"{path}.tensor", f"is tensor {part.tensor}, which the backward does not make")
             self._require(tensor.shape == shapes[part.parameter], f"{path}.tensor", "has another shape than the parameter")
             reached.add(part.parameter)
+        self._accumulations()
         for i, parameter in enumerate(graph.parameters):
             self._require(
                 not parameter.trainable or parameter.names[0] in reached, f"parameters[{i}]", "is trained, but gets no contribution"
             )
+
+    def _accumulations(self) -> None:
+        """Memory of gradients follows the ops in order and is freed once."""
+        graph = self._graph
+        before, gone, freed = 0, set[int](), set[int]()
+        for i, item in enumerate(graph.accumulations):
+            path = f"accumulations[{i}]"
+            self._require(
+                before <= item.after < len(graph.ops), f"{path}.after", f"is {item.after}, not in {before} to {len(graph.ops) - 1}"
+            )
+            before = item.after
+            for number in item.frees:
+                known = number < len(graph.storages) and graph.storages[number].dies == item.after and number not in freed
+                self._require(known, f"{path}.frees", f"has {number}, which is no storage that dies once, after op {item.after}")
+                freed.add(number)
+            for number in item.drops:
+                self._require(
+                    number <= i and number not in gone, f"{path}.drops", f"has {number}, which is no earlier one that still lives"
+                )
+                gone.add(number)

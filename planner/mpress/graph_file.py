@@ -14,7 +14,23 @@ from itertools import accumulate
 from pathlib import Path
 
 from mpress.errors import InputError
-from mpress.graph import Argument, Buffer, Contribution, Graph, Input, Kind, Name, Op, Parameter, Phase, Ref, Source, Storage, Tensor
+from mpress.graph import (
+    Accumulation,
+    Argument,
+    Buffer,
+    Contribution,
+    Graph,
+    Input,
+    Kind,
+    Name,
+    Op,
+    Parameter,
+    Phase,
+    Ref,
+    Source,
+    Storage,
+    Tensor,
+)
 from mpress.graph_check import check_graph, wrong
 from mpress.graph_rows import MOST_SIZE, Json, Row, kind_of, parse, quoted
 from mpress.units import Bytes, Flops
@@ -74,6 +90,15 @@ def write_graph(graph: Graph) -> str:
         ),
         "inputs": ({"name": i.name, "tensor": i.tensor, **_unless(0, low=i.low, high=i.high)} for i in graph.inputs),
         "contributions": ({"parameter": c.parameter, "tensor": c.tensor} for c in graph.contributions),
+        "accumulations": (
+            {
+                "after": a.after,
+                **_unless(0, bytes=a.bytes),
+                **({"frees": list(a.frees)} if a.frees else {}),
+                **({"drops": list(a.drops)} if a.drops else {}),
+            }
+            for a in graph.accumulations
+        ),
         "storages": (
             {"id": s.id, "bytes": s.bytes, "kind": s.kind.value, **_unless(False, saved=s.saved), **_unless(-1, born=s.born, dies=s.dies)}
             for s in graph.storages
@@ -203,6 +228,7 @@ def read_graph(text: str, name: str) -> Graph:
         setup=tuple([_op(row, sources) for row in top.rows("setup", optional=True)]),
         checkpoints=top.whole("checkpoints", default=0),
         assumptions=top.texts("assumptions", optional=True),
+        accumulations=tuple([_accumulation(row) for row in top.rows("accumulations", optional=True)]),
     )
     top.finish()
     check_graph(graph, name)
@@ -223,6 +249,15 @@ def _check_version(top: Row) -> None:
     if version != VERSION:
         hint = "update mpress-plan, or trace the model again with this one"
         raise top.wrong("version", f"is {version}; this mpress-plan reads version {VERSION}", hint)
+
+
+def _accumulation(row: Row) -> Accumulation:
+    return Accumulation(
+        after=row.identity("after"),
+        bytes=Bytes(row.whole("bytes", default=0)),
+        frees=row.wholes("frees", optional=True),
+        drops=row.wholes("drops", optional=True),
+    )
 
 
 def _storage(row: Row) -> Storage:
