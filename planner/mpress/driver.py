@@ -21,9 +21,9 @@ from mpress.emit.module import emit_module
 from mpress.emit.report import Report, make_report
 from mpress.emit.schedule_file import Certificate, emit_schedule
 from mpress.errors import BrokenPlanError, InputError
-from mpress.fold import fold
+from mpress.fold import check_chain, fold
 from mpress.graph import Graph
-from mpress.graph_check import parameter_dtype
+from mpress.graph_check import parameter_dtype, wrong
 from mpress.graph_file import SUFFIX, is_graph_file, load_graph, read_graph, write_graph
 from mpress.machine import Machine, load_machine
 from mpress.modes import build_workload
@@ -241,6 +241,13 @@ def _traced_words(graph: Graph) -> str:
 def _fold(bench: Bench) -> str:
     check_buffers(bench.graph)
     bench.chain = fold(bench.graph)
+    try:
+        check_chain(bench.graph, bench.chain)
+    except BrokenPlanError as error:
+        if not bench.from_file:
+            raise
+        origin = Path(bench.options.model).name  # a recorder makes no such graph, but a hand or another front end may
+        raise wrong("ops", f"do not fit together: {error.message}", origin, "check forward_op and the order of ops") from None
     return f"{len(bench.chain.cells)} cells of {len(bench.chain.representatives)} types"
 
 

@@ -18,7 +18,7 @@ from mpress.errors import BrokenPlanError, InfeasibleError, InputError
 from mpress.options import Options
 from mpress.plan import ScheduleKind
 from mpress_cli.app import run
-from tiny_models import write_model
+from tiny_models import gpt_args, write_model
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
 
@@ -314,3 +314,19 @@ def test_the_help_of_trace_needs_neither_torch_nor_a_solver() -> None:
     assert done.stdout.splitlines()[-1] == "0 []"
     assert "mpress-plan trace [OPTIONS]" in done.stdout and "--out, -o" in done.stdout.replace("-o, --out", "--out, -o")
     assert "--gpus" not in done.stdout.split("Options:")[1]
+
+
+def test_ops_that_do_not_fit_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sound file whose backward is said to differentiate another block: no recorder writes that, and no plan may come of it."""
+    graph = tmp_path / "net.graph.json"
+    sizes = [f"--model-arg={key}={value}" for key, value in gpt_args().items()]
+    assert run(["trace", EXAMPLE, "-o", str(graph), "--precision", "fp32", *sizes]) == 0
+    document = json.loads(graph.read_text())
+    other = next(op["id"] for op in document["ops"] if op.get("module") == "h.0.mlp.c_fc")
+    backward = [op for op in document["ops"] if op.get("phase") == "backward" and op.get("module") == "h.1.attn"]
+    turned = next(op for op in backward if op["target"] == "aten.transpose.int" and op["forward_op"] != backward[0]["forward_op"])
+    turned["forward_op"] = other
+    graph.write_text(json.dumps(document))
+    capsys.readouterr()
+    refused = said(capsys, 2, [str(graph), "--gpus", "2", "--dry-run"])
+    assert (refused["code"], refused["where"]) == ("graph-file", "ops in net.graph.json"), refused
