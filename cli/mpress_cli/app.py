@@ -68,6 +68,7 @@ SeqLen = Annotated[
         "--seq-len", metavar="N", help="tokens of a sample, for a config.json [default: its positions, 1024 at most]", show_default=False
     ),
 ]
+ProveFlag = Annotated[bool, typer.Option("--prove/--no-prove", help="hold the recorded step against a real run on this CPU, if small")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="show the raw traceback of an error")]
 
@@ -100,6 +101,7 @@ def plan_command(
     model_arg: ModelArgs = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="directory for the two files")] = Path(),
     schedule_only: Annotated[bool, typer.Option("--schedule-only", help="write the schedule file, but no module")] = False,
+    prove: ProveFlag = True,
     json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="write nothing")] = False,
     dump_fx: Annotated[bool, typer.Option("--dump-fx", help="print the recorded step as a torch.fx graph and stop")] = False,
@@ -135,6 +137,7 @@ def plan_command(
             attention=Attention(attention),
             schedule_only=schedule_only,
             sequence=seq_len,
+            prove=prove,
         )
         return _dump(options, streams) if dump_fx else _plan(options, streams)
 
@@ -152,6 +155,7 @@ def trace_command(
     attention: AttentionWord = "auto",
     seq_len: SeqLen = 0,
     model_arg: ModelArgs = None,
+    prove: ProveFlag = True,
     json: AsJson = False,
     traceback: Traceback = False,
 ) -> int:
@@ -163,7 +167,7 @@ def trace_command(
 
     def work() -> int:
         recording = Recording(model, _pairs(model_arg), micro_batch, Precision(precision), Attention(attention), seq_len)
-        return _trace(recording, out, streams)
+        return _trace(recording, out, prove, streams)
 
     return _guarded(work, streams, traceback)
 
@@ -205,11 +209,11 @@ def _plan(options: Options, streams: Streams) -> int:
     return OK
 
 
-def _trace(recording: Recording, out: Path | None, streams: Streams) -> int:
+def _trace(recording: Recording, out: Path | None, prove: bool, streams: Streams) -> int:
     from mpress import driver  # late, as above
     from mpress_cli import document, render
 
-    traced = driver.trace_model(recording, out, streams.progress)
+    traced = driver.trace_model(recording, out, streams.progress, prove)
     if streams.machine_readable:
         streams.document(document.traced_document(traced))
     else:

@@ -44,6 +44,7 @@ def heading(report: Report) -> Group:
         _line("recipe", report.recipe_words),
         _line("schedule", f"{report.schedule}, {report.micro_batches} micro-batches of {report.micro_batch}, {len(report.stages)} stages"),
         _line("shapes", shape_words(report)),
+        _line("trace", ": ".join(report.proof)),
         *_named("assumed", assumption_lines(report.assumptions)),
     )
 
@@ -57,6 +58,7 @@ def traced_screen(traced: Traced) -> Group:
         _line("model", f"{graph.model}, {count(parameters)} parameters, {traced.precision.value}"),
         _line("step", f"{len(graph.ops)} operators, forward and backward"),
         _line("shapes", f"micro-batch {graph.micro_batch}{inputs}"),
+        _line("trace", ": ".join(traced.proof)),
         *_named("assumed", assumption_lines(graph.assumptions)),
     ]
     if graph.checkpoints:

@@ -53,24 +53,26 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A recorded step and the graph file that holds it."""
+    """A recorded step, the graph file that holds it, what was proven of it and how."""
 
     graph: Graph
     precision: Precision
     file: str
+    proof: tuple[str, str]
 
 
 class Bench:
     """What the steps have made so far; each attribute exists once its step has run."""
 
     __slots__ = (
-        "chain", "from_file", "graph", "machine", "module_text", "options", "plan", "problem", "programs", "progress",
+        "chain", "from_file", "graph", "machine", "module_text", "options", "plan", "problem", "programs", "progress", "proof",
         "recipe", "replay", "report", "schedule_text", "solution", "unplanned", "workload", "written",
     )  # fmt: skip
     options: Options
     progress: Progress
     from_file: bool  # a graph file stands in for the model
     graph: Graph
+    proof: tuple[str, str]  # what was proven of the graph, and how or why not
     chain: Chain
     machine: Machine
     recipe: Recipe
@@ -108,7 +110,7 @@ def plan_model(options: Options, on_step: Progress) -> Outcome:
     return Outcome(bench.report, bench.written, tuple(spent.items()))
 
 
-def trace_model(recording: Recording, out: Path | None, on_step: Progress) -> Traced:
+def trace_model(recording: Recording, out: Path | None, on_step: Progress, prove: bool = True) -> Traced:
     """Record a model and write the graph file, MODEL.graph.json if `out` is None; raises MpressError.
 
     Nothing is written that does not read back as the same graph.
@@ -121,10 +123,15 @@ def trace_model(recording: Recording, out: Path | None, on_step: Progress) -> Tr
         raise InputError("option", f"a graph file ends in .json, '{path.name}' does not", "--out", hint)
     check_directory(path.parent)
     graphs: list[Graph] = []
+    proofs: list[tuple[str, str]] = []
 
     def record() -> str:
         graphs.append(_record(recording))
         return _traced_words(graphs[0])
+
+    def hold() -> str:
+        proofs.append(_proof(recording, graphs[0], prove))
+        return ": ".join(proofs[0])
 
     def write() -> str:
         text = write_graph(graphs[0])
@@ -135,8 +142,9 @@ def trace_model(recording: Recording, out: Path | None, on_step: Progress) -> Tr
         return path.name
 
     _timed("trace", record, on_step)
+    _timed("prove", hold, on_step)
     _timed("write", write, on_step)
-    return Traced(graphs[0], recording.precision, str(path))
+    return Traced(graphs[0], recording.precision, str(path), proofs[0])
 
 
 def dump_fx(options: Options, on_step: Progress) -> str:
@@ -192,6 +200,32 @@ def _set_recipe(bench: Bench, precision: Precision) -> None:
 def _trace(bench: Bench) -> str:
     bench.graph = _record(bench.options.recording)
     return _traced_words(bench.graph)
+
+
+def _prove(bench: Bench) -> str:
+    if bench.from_file:
+        bench.proof = ("not proven", "a graph file does not hold the model; `mpress-plan trace` proves what it records")
+    else:
+        bench.proof = _proof(bench.options.recording, bench.graph, bench.options.prove)
+    return ": ".join(bench.proof)
+
+
+def _proof(recording: Recording, graph: Graph, wanted: bool) -> tuple[str, str]:
+    """Hold a recorded step against real runs; the verdict and one line about it."""
+    if not wanted:
+        return "not proven", "--no-prove"
+    from mpress.trace.proof import prove  # late: torch
+    from mpress.trace.record import open_model
+    from mpress.trace.semantics import Semantics
+
+    found = prove(
+        open_model(recording.model, dict(recording.model_args), recording.sequence),
+        graph,
+        micro_batch=recording.micro_batch,
+        precision=recording.precision.value,
+        semantics=Semantics(attention=recording.attention),
+    )
+    return found.verdict.value, found.why
 
 
 def _record(recording: Recording) -> Graph:
@@ -295,6 +329,7 @@ def _emit(bench: Bench) -> str:
         solver=solution.solver,
         iterations=solution.iterations,
         no_module=_no_module(bench),
+        proof=bench.proof,
     )
     if bench.report.placed_layers != bench.report.layers:
         placed = f"{bench.report.placed_layers} of {bench.report.layers} layers are on a stage"
@@ -375,6 +410,7 @@ def _stem(model: str) -> str:
 STEPS = (
     Step("check", "trace_seconds", _check),
     Step("trace", "trace_seconds", _trace),
+    Step("prove", "trace_seconds", _prove),
     Step("fold", "trace_seconds", _fold),
     Step("cost", "solve_seconds", _cost),
     Step("solve", "solve_seconds", _solve),

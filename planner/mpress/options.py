@@ -47,6 +47,7 @@ class Options:
 
     micro_batch, precision: None where the user left it open (then 1 and bf16, or what the graph file was recorded with).
     work_limit: deterministic units of solver work, 0 = default.  schedule_only: write no module, so operators need no form in one.
+    prove: hold the recorded step against real runs on this CPU, where the model or its twin is small enough.
     """
 
     model: str
@@ -66,6 +67,7 @@ class Options:
     attention: Attention = Attention.AUTO
     schedule_only: bool = False
     sequence: int = 0
+    prove: bool = True
 
     @property
     def recording(self) -> Recording:

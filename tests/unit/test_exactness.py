@@ -1,7 +1,8 @@
 """The acceptance of the trace: for models of every kind, what the graph says equals what a real run on CPU measured, to the byte.
 
 The graph is recorded as the CPU runs the step (View.CPU), because that is what can be run here; what the CUDA view changes is tested
-where it is made.  Gaps known today are listed in UNEQUAL with their reason; each must fail (strict), so none outlives its mending.
+where it is made.  oneDNN is off in both, as in a proof: its recurrent layers are one operator that no GPU has.  Gaps known today are
+listed in UNEQUAL with their reason; each must fail (strict), so none outlives its mending.
 """
 
 from __future__ import annotations

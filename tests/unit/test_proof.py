@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from mpress.trace.proof import Verdict, hold, prove, without_onednn
 from mpress.trace.record import open_model, trace, trace_file
 from mpress.trace.semantics import Semantics
 from mpress.trace.substitution import check_substitutions
+from mpress_cli.app import run
 from real_run import load_case, real_run
 from tiny_models import GPT, gpt_args, write_model
 
@@ -297,12 +300,33 @@ def test_a_large_model_is_proven_by_its_twin_or_not_at_all(tmp_path: Path) -> No
     assert found.verdict is Verdict.NOT_PROVEN and "bytes" in found.why and "twin()" in found.why
     path = write_model(tmp_path, body.replace("20000", "20000000") + "\n    def twin():\n        return dict(width=8)\n")
     found = proven(path)
-    assert found.verdict is Verdict.TWIN and "2 parameters" not in found.why and "4 parameters" in found.why
+    assert found.verdict is Verdict.TWIN and "4 gradients" in found.why
     path = write_model(tmp_path, body.replace("20000", "20000000") + "\n    def twin():\n        return dict(width=20000001)\n")
     assert proven(path).verdict is Verdict.NOT_PROVEN
     path = write_model(tmp_path, body.replace("20000", "20000000") + "\n    def twin():\n        return [3]\n")
     with pytest.raises(InputError, match="twin returned list"):
         proven(path)
+
+
+def test_the_command_proves_before_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write_model(tmp_path, _NET.format(line="x = torch.relu(x)")), str(tmp_path / "graph.json")
+
+    def document(*arguments: str) -> dict[str, Any]:
+        run([*arguments, "--json"])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    plan = [path, "--gpus", "1", "--precision", "fp32", "--dry-run"]
+    proven_words = {"verdict": "proven", "why": "27 operators, loss and 4 gradients bit-equal to a real run"}
+    assert document("trace", path, "-o", out, "--precision", "fp32")["proof"] == proven_words
+    assert document(*plan)["proof"] == proven_words
+    assert document(*plan, "--no-prove")["proof"] == {"verdict": "not proven", "why": "--no-prove"}
+    assert document(out, "--gpus", "1", "--dry-run")["proof"]["verdict"] == "not proven"
+    liar = write_model(tmp_path, _NET.format(line="self.calls += 1; x = x * float(self.calls)"))
+    before = Path(out).read_text()
+    found = document("trace", liar, "-o", out)
+    assert (found["status"], found["code"]) == ("error", "proof") and Path(out).read_text() == before
+    assert document("trace", liar, "-o", out, "--no-prove")["proof"]["verdict"] == "not proven"
 
 
 def test_the_views_differ_only_where_they_may(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class Report:
 
     layers, placed_layers: numbered blocks of the model, and those that are whole on the stages (always all of them).
     checkpoints: regions the model's own checkpoints recompute.  no_module: why no module is written, "" if one is.
+    proof: "proven" (against real runs), "twin" (at its small size) or "not proven"; and how, or why not.
     """
 
     model: str
@@ -121,6 +122,7 @@ class Report:
     checkpoints: int
     assumptions: tuple[str, ...]
     no_module: str
+    proof: tuple[str, str]
 
     def total(self, action: str) -> tuple[int, Bytes]:
         """(tensors, bytes) of one action over all kinds, for one micro-batch."""
@@ -152,6 +154,7 @@ def make_report(
     solver: str,
     iterations: int,
     no_module: str,
+    proof: tuple[str, str],
 ) -> Report:
     """Gather everything the terminal shows.  `unplanned` is plain pipelining of the same model: its plan and its replay."""
     plain = {stage.device: seen.peak_bytes for stage, seen in zip(unplanned[0].stages, unplanned[1].stages, strict=True)}
@@ -214,6 +217,7 @@ def make_report(
         checkpoints=graph.checkpoints,
         assumptions=graph.assumptions,
         no_module=no_module,
+        proof=proof,
     )
 
 

@@ -77,12 +77,12 @@ def prove(model_file: ModelFile, graph: Graph, *, micro_batch: int, precision: s
             return _proven(model_file, graph, Verdict.PROVEN, micro_batch, precision, semantics)
     twin = shrunken(model_file)
     if twin is None:
-        return Proof(Verdict.NOT_PROVEN, f"{too_large}; a function twin() in {model_file.file} would let it be proven at a small size")
+        return Proof(Verdict.NOT_PROVEN, f"{too_large}; define twin() in {model_file.file}")
     with without_onednn():
         small = trace_file(twin, micro_batch=micro_batch, precision=precision, semantics=semantics)
         too_large = excess(small)
         if too_large:
-            return Proof(Verdict.NOT_PROVEN, f"the twin is too large as well: {too_large}")
+            return Proof(Verdict.NOT_PROVEN, f"its twin is {too_large}")
         return _proven(twin, small, Verdict.TWIN, micro_batch, precision, semantics)
 
 
@@ -92,13 +92,13 @@ def excess(graph: Graph) -> str:
     saved = sum(s.bytes for s in graph.storages if s.saved and s.kind is Kind.COMPUTED)
     largest = max((op.bytes_moved for op in graph.ops), default=0)
     for amount, most, words in (
-        (4 * state + 2 * saved + largest, MOST_BYTES, "needs {:.3g} bytes to run on a CPU"),  # weights twice, gradients twice
-        (sum(op.flops for op in graph.ops), MOST_FLOPS, "computes {:.3g} floating-point operations a micro-batch"),
-        (sum(op.bytes_moved for op in graph.ops), MOST_MOVED, "moves {:.3g} bytes a micro-batch"),
-        (len(graph.ops), MOST_OPERATORS, "has {:.3g} operators"),
+        (4 * state + 2 * saved + largest, MOST_BYTES, "too large to run here ({:.2g} bytes)"),  # weights twice, gradients twice
+        (sum(op.flops for op in graph.ops), MOST_FLOPS, "too much to compute here ({:.2g} FLOPs)"),
+        (sum(op.bytes_moved for op in graph.ops), MOST_MOVED, "too much to move here ({:.2g} bytes)"),
+        (len(graph.ops), MOST_OPERATORS, "too long to run here ({:,} operators)"),
     ):
         if amount > most:
-            return f"the model {words.format(amount)}, more than {most:.3g}"
+            return words.format(amount)
     return ""
 
 
@@ -123,7 +123,9 @@ def _proven(model_file: ModelFile, graph: Graph, verdict: Verdict, micro_batch: 
         return Proof(Verdict.NOT_PROVEN, f"the CPU has no {precision} kernel: {error}")
     if same is not graph:
         check_substitutions(graph, same)
-    return Proof(verdict, f"{len(same.ops)} operators, the loss and {len(same.parameters)} parameters equal a real run bit by bit")
+    return Proof(
+        verdict, f"{len(same.ops)} operators, loss and {sum(p.trainable for p in same.parameters)} gradients bit-equal to a real run"
+    )
 
 
 def hold(model_file: ModelFile, graph: Graph, *, micro_batch: int, precision: str) -> None:
