@@ -316,7 +316,7 @@ def test_the_command_proves_before_it_writes(tmp_path: Path, capsys: pytest.Capt
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
-    plan = [path, "--gpus", "1", "--precision", "fp32", "--dry-run"]
+    plan = [path, "--gpus", "1", "--precision", "fp32", "--dry-run", "--schedule-only"]
     proven_words = {"verdict": "proven", "why": "27 operators, loss and 4 gradients bit-equal to a real run"}
     assert document("trace", path, "-o", out, "--precision", "fp32")["proof"] == proven_words
     assert document(*plan)["proof"] == proven_words
