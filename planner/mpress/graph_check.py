@@ -220,7 +220,7 @@ class _Checker:
             self._require(number in found, f"{path}.mutates", f"has tensor {number}, which is no argument")
 
     def _outputs(self, op: Op, path: str, made: dict[int, str], born: set[int], kind: Kind) -> None:
-        """Every tensor is made once; a view makes no storage, any other op makes one or writes one in place."""
+        """Every tensor is made once, a write in place makes none; a view makes no storage, any other op makes one or writes one."""
         graph = self._graph
         self._require(op.multi or len(op.outputs) == 1, f"{path}.outputs", "has not exactly one item, and multi is not set")
         old = {graph.tensors[t].storage for t in reads(op)}
@@ -228,6 +228,8 @@ class _Checker:
         made_here = [number for number in op.outputs if number != -1]
         for number in made_here:
             tensor = self._tensor(number, f"{path}.outputs")
+            if number in op.mutates:  # what is written in place is returned under the id it has
+                continue
             self._require(number not in made, f"{path}.outputs", f"makes tensor {number}, as {made.get(number)} does")
             self._require(
                 number not in self._given, f"{path}.outputs", f"makes tensor {number}, which is given by {self._given.get(number)}"

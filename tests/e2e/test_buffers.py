@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from mpress.errors import InputError
+from mpress.graph_file import read_graph, write_graph
 from mpress.recipe import Precision
 from mpress.runtime.parameters import Knobs
 from mpress.runtime.schedule_file import RunError
 from mpress.runtime.session import Outcome, Settings, run_virtual
+from mpress.trace.record import trace
 from tiny_models import write_model
 from tiny_plans import Emitted, emit_model
 from user_training import Batches, train
@@ -185,6 +187,13 @@ def test_training_equals_the_user_s_module(tmp_path: Path, name: str, kind: str,
     assert set(outcome.weights) == set(kept) and all(equal(outcome.weights[key], value, exact) for key, value in kept.items())
     for rank, stage in enumerate(emitted.replay.stages):
         assert 0.98 * stage.peak_bytes <= outcome.peak[rank] <= stage.peak_bytes, f"rank {rank} at {outcome.peak_action[rank]}"
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_graph_file_keeps_first_values_and_writes(tmp_path: Path, name: str) -> None:
+    graph = trace(write_model(tmp_path, MODELS[name] + BUILD), model_args={}, micro_batch=2, precision="fp32")
+    assert graph.setup or name == "spectral norm"
+    assert read_graph(write_graph(graph), "graph.json") == graph
 
 
 def test_recomputing_does_not_count_a_batch_twice(tmp_path: Path) -> None:
