@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from hypothesis import strategies as st
 
 from mpress.graph import (
     ITEM_BYTES,
+    Accumulation,
     Argument,
     Buffer,
     Contribution,
@@ -65,7 +67,7 @@ class _Maker:
         stride = tuple(draw(st.integers(0, 40)) for _ in shape)
         offset = draw(st.integers(0, 3))
         end = 0 if 0 in shape else (offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * ITEM_BYTES[dtype]
-        self.storages.append(Storage(len(self.storages), Bytes(end), kind, draw(st.booleans()), -1, -1))
+        self.storages.append(Storage(len(self.storages), Bytes(end), kind, draw(st.booleans()), draw(st.integers(-1, 0)), -1))
         flag = draw(st.booleans()) if differentiable is None else differentiable
         self.tensors.append(Tensor(len(self.tensors), len(self.storages) - 1, shape, stride, offset, dtype, flag, name))
         return len(self.tensors) - 1
@@ -130,6 +132,16 @@ def graphs(draw: st.DrawFn) -> Graph:
     first = make.tensor(Kind.SETUP, shape=make.tensors[buffer.tensor].shape, dtype=make.tensors[buffer.tensor].dtype)
     setup = make.op([], (first,), backward=False, forwards=0, place=0)
 
+    accumulations = []
+    for after in sorted(draw(st.lists(st.integers(0, len(make.ops) - 1), max_size=3))):
+        free = [number for number, storage in enumerate(make.storages) if storage.dies == -1]
+        frees = draw(st.lists(st.sampled_from(free), max_size=2, unique=True))
+        for number in frees:
+            make.storages[number] = replace(make.storages[number], dies=after)
+        accumulations.append(Accumulation(after, Bytes(draw(SIZES)), tuple(frees), ()))
+    if len(accumulations) > 1 and draw(st.booleans()):
+        accumulations[-1] = replace(accumulations[-1], drops=(0,))
+
     def elements(number: int) -> int:
         return prod(make.tensors[number].shape)
 
@@ -148,4 +160,5 @@ def graphs(draw: st.DrawFn) -> Graph:
         setup=(setup,),
         checkpoints=draw(st.integers(0, 9)),
         assumptions=tuple(draw(st.lists(TEXTS, max_size=3))),
+        accumulations=tuple(accumulations),
     )

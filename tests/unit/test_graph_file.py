@@ -213,6 +213,13 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("ops.1.mutates", [5], "ops[1].mutates", "no argument"),
     ("ops.4.args", [{"tensor": 7}], "ops[4].outputs", "which it does not read"),
     ("tensors.14", {"id": 14, "storage": 3, "shape": [2], "dtype": "float32"}, "tensors[14]", "made by no op"),
+    # memory of gradients between ops
+    ("accumulations", [{"after": 10, "bytes": 8}], "accumulations[0].after", "not in 0 to 9"),
+    ("accumulations", [{"after": 5}, {"after": 4}], "accumulations[1].after", "not in 5 to 9"),
+    ("accumulations", [{"after": 5, "frees": [7]}], "accumulations[0].frees", "no storage that dies once, after op 5"),
+    ("accumulations", [{"after": 5, "frees": [99]}], "accumulations[0].frees", "no storage"),
+    ("accumulations", [{"after": 5, "drops": [1]}, {"after": 6}], "accumulations[0].drops", "no earlier one"),
+    ("accumulations", [{"after": 5}, {"after": 6, "drops": [0, 0]}], "accumulations[1].drops", "no earlier one"),
     # the recipe
     ("parameters.0.trainable", False, "contributions[1].parameter", "no trained parameter"),
     ("micro_batch", 0, "micro_batch", "not in 1 to"),
