@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 _ACCUMULATE = 2**64 - 1  # sequence number of the nodes that put a gradient in its parameter
+_NOTHING = ("aten.detach.default", "aten._local_scalar_dense.default")
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")
 
 
@@ -100,12 +101,10 @@ class RealRun:
     def sequence(self, *, backward: bool) -> tuple[str, ...]:
         """Names of the calls in order, as the user's code and the formulas of autograd make them.
 
-        Left out: `detach` (the same value under another Python object), sums of a parameter's gradients, AccumulateGrad.
+        Left out: `detach` (the same value under another Python object), `item` (a number for Python), sums of a parameter's gradients, AccumulateGrad.
         """
         return tuple(
-            op.target
-            for op in self.ops
-            if op.backward is backward and not op.summing and not op.accumulating and op.target not in ("aten.detach.default",)
+            op.target for op in self.ops if op.backward is backward and not op.summing and not op.accumulating and op.target not in _NOTHING
         )
 
 

@@ -15,6 +15,7 @@ from models_of_all_kinds import MODELS, write
 from mpress.errors import InputError
 from mpress.graph import Graph, Kind, Op, Phase, Ref
 from mpress.options import View
+from mpress.peak import step_peak
 from mpress.trace import proof
 from mpress.trace.interpret import interpret
 from mpress.trace.model_file import ModelFile
@@ -43,6 +44,28 @@ def test_every_kind_of_model_is_proven(tmp_path: Path, name: str) -> None:
 
 def test_also_in_bf16(tmp_path: Path) -> None:
     assert proven(write("gpt", tmp_path), "bf16").verdict is Verdict.PROVEN
+
+
+_CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32},
+    "llama": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_key_value_heads": 1, "max_position_embeddings": 32},
+    "bert": {"architectures": ["BertForMaskedLM"], "num_hidden_layers": 2, "max_position_embeddings": 32},
+    "t5": {"architectures": ["T5ForConditionalGeneration"], "num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2, "num_key_value_heads": 1, "num_local_experts": 4},
+}
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize("kind", _CONFIGURATIONS)
+def test_transformers_models_are_proven(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
+    own = _CONFIGURATIONS[kind]
+    small = {} if kind == "gpt2" else {key: value for key, value in _SMALL.items() if kind == "t5" or key != "decoder_start_token_id"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, "vocab_size": 64, **small, **own}))
+    model_file = open_model(str(path), {}, 16)
+    graph = trace_file(model_file, micro_batch=BATCH, precision="fp32", semantics=CUDA)
+    assert prove(model_file, graph, micro_batch=BATCH, precision="fp32", semantics=CUDA).verdict is Verdict.PROVEN
 
 
 @pytest.mark.parametrize("name", ["gpt", "draws_of_all_kinds", "buffers_written_in_the_forward", "tied_transposed", "complex_numbers"])
@@ -192,6 +215,15 @@ def test_wrong_saves_are_refused(gpt: tuple[ModelFile, Graph]) -> None:
     storages = tuple(replace(s, saved=s.saved or s.id == freed) for s in graph.storages)
     error = refusal(gpt, replace(graph, storages=storages))
     assert "(aten.embedding.default" in error.message and "freed" in error.message
+
+
+def test_a_wrong_lifetime_is_refused(gpt: tuple[ModelFile, Graph]) -> None:
+    graph = gpt[1]
+    peak = step_peak(graph)
+    early = next(s for s in graph.storages if s.kind is Kind.COMPUTED and 0 <= s.born < s.dies < peak.op and s.bytes > 64)
+    storages = tuple(replace(s, dies=len(graph.ops) - 1) if s is early else s for s in graph.storages)
+    error = refusal(gpt, replace(graph, storages=storages))
+    assert f"{peak.bytes + early.bytes} bytes live at the peak, expected {peak.bytes}" in error.message
 
 
 def test_a_missing_contribution_is_refused(gpt: tuple[ModelFile, Graph]) -> None:

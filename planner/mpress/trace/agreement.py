@@ -9,6 +9,7 @@ from torch import nn
 
 from mpress.errors import InputError
 from mpress.graph import Graph, Kind, Op, Phase
+from mpress.peak import step_peak
 from mpress.trace.interpret import LITERAL, Interpreted, Results, contradiction, first_buffers
 from mpress.trace.real_model import HINT, Outcome
 from mpress.trace.real_step import Maker, Observed, Ran, digest, ran_at
@@ -157,6 +158,14 @@ def same_saved(graph: Graph, seen: Observed) -> None:
             )
         if said[maker] != seen.held[maker]:
             raise contradiction(op, op.id, f"makes {said[maker]} bytes that are saved, expected {seen.held[maker]}")
+
+
+def same_peak(graph: Graph, seen: Observed) -> None:
+    """The most bytes that live after an operator, as the lifetimes in the graph tell it."""
+    said = step_peak(graph)
+    if said.bytes != seen.peak:
+        op = graph.ops[max(said.op, 0)]
+        raise contradiction(op, op.id, f"is where {said.bytes} bytes live at the peak, expected {seen.peak}")
 
 
 def _called(op: Op) -> str:

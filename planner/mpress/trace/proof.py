@@ -1,7 +1,7 @@
 """Proves a trace: the user's step is really run on CPU, three times, and the recorded one is run on the same weights, data and draws.
 
 Every operator must agree: its name and order, the shape, layout and memory of each result, and each result bit by bit; then the loss, every
-gradient, every buffer after the step, and what autograd saves.  ATen tags no operator of the CPU as nondeterministic, so nothing is
+gradient, every buffer after the step, what autograd saves, and the peak of live bytes.  ATen tags no operator of the CPU as nondeterministic, so nothing is
 compared with a tolerance.  What memory holds before anything is written there (`empty`) is not compared.  The first two real runs are
 observed; the second finds steps that depend on Python state.  The third is plain: its loss, gradients and buffers must be the same.
 
@@ -30,6 +30,7 @@ from mpress.trace.agreement import (
     same_calls,
     same_first_values,
     same_outcome,
+    same_peak,
     same_saved,
     same_state,
     same_unwatched,
@@ -140,3 +141,4 @@ def hold(model_file: ModelFile, graph: Graph, *, micro_batch: int, precision: st
     found = interpret(graph, model.parameters(), model.buffers(), model.inputs(), SEED, Walk(seen).watch)
     same_outcome(graph, found, real)
     same_saved(graph, seen)
+    same_peak(graph, seen)

@@ -27,6 +27,7 @@ from mpress.trace.source import NOWHERE, current_source, entry
 
 _ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
 _UNWRITTEN = ("aten.empty", "aten.new_empty")  # operators whose results hold what nobody wrote
+_NOTHING = ("aten.detach.default", "aten._local_scalar_dense.default")  # the same value again; a number for Python
 _engine: Any = torch.autograd  # private functions, absent from torch's stubs
 Digests = tuple[bytes, ...]
 Maker = tuple[int, int]  # a storage: the call that made it, and which of that call's storages it is
@@ -236,7 +237,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         number, target = len(self._ran), str(func)
         node = torch._C._current_autograd_node() if self._backward else None
         sequence = node._sequence_nr() if node is not None else -1
-        counted = target != "aten.detach.default" and sequence != _ACCUMULATE
+        counted = target not in _NOTHING and sequence != _ACCUMULATE
         operands = [self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] if self._backward else []
         adding = self._adding(target, args, kwargs)
         if counted:
