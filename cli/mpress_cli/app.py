@@ -15,7 +15,15 @@ import typer
 
 from mpress import __version__
 from mpress.errors import BrokenPlanError, InputError, MpressError
-from mpress.options import DEFAULT_MICRO_BATCH, DEFAULT_PRECISION, Attention, Options, Recording
+from mpress.options import (
+    DEFAULT_MICRO_BATCH,
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_PRECISION,
+    Attention,
+    Options,
+    Recording,
+    parse_micro_batch,
+)
 from mpress.plan import ScheduleKind
 from mpress.recipe import Optimizer, Precision
 from mpress_cli.console import INTERRUPTED, OK, SCHEMA_VERSION, Streams
@@ -56,6 +64,15 @@ PrecisionOption = typer.Option(
 MicroBatchOption = typer.Option(
     "--micro-batch", metavar="N", help=f"samples in a micro-batch [default: {DEFAULT_MICRO_BATCH}]", show_default=False
 )
+SizesOption = typer.Option(
+    "--micro-batch",
+    metavar="N[,N...]|auto",
+    help=f"samples in a micro-batch; of several sizes the fastest is kept [default: {DEFAULT_MICRO_BATCH}]",
+    show_default=False,
+)
+MicroBatchesOption = typer.Option(
+    "--micro-batches", metavar="N", help=f"micro-batches in an optimizer step [default: {DEFAULT_MICRO_BATCHES}]", show_default=False
+)
 AttentionWord = Annotated[
     Literal["auto", "flash", "efficient", "math"], typer.Option("--attention", help="kernel of attention; auto: torch's choice")
 ]
@@ -84,8 +101,11 @@ def plan_command(
     ],
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="GPUs to use", show_default=False)],
     machine: Annotated[str, typer.Option("--machine", metavar="NAME", help="built-in profile, or a .toml file")] = "dgx-a100-40gb",
-    micro_batch: Annotated[int | None, MicroBatchOption] = None,
-    micro_batches: Annotated[int, typer.Option("--micro-batches", metavar="N", help="micro-batches in an optimizer step")] = 32,
+    micro_batch: Annotated[str | None, SizesOption] = None,
+    micro_batches: Annotated[int | None, MicroBatchesOption] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", metavar="N", help="samples in an optimizer step, in place of --micro-batches")
+    ] = None,
     schedule: Annotated[Literal["1f1b", "gpipe"], typer.Option("--schedule", help="order of forwards and backwards")] = "1f1b",
     precision: Annotated[PrecisionWord | None, PrecisionOption] = None,
     optimizer: Annotated[
@@ -119,12 +139,16 @@ def plan_command(
     streams = Streams(json)
 
     def work() -> int:
+        if micro_batches is not None and global_batch is not None:
+            words = "--global-batch and --micro-batches both say how large an optimizer step is"
+            raise InputError("option", words, "--global-batch", "give one of them")
+        sizes = None if micro_batch is None else parse_micro_batch(micro_batch)
         options = Options(
             model=model,
             gpus=gpus,
             machine=machine,
-            micro_batch=micro_batch,
-            micro_batches=micro_batches,
+            micro_batch=sizes[0] if sizes and len(sizes) == 1 else None,
+            micro_batches=DEFAULT_MICRO_BATCHES if micro_batches is None else micro_batches,
             schedule=ScheduleKind(schedule),
             precision=None if precision is None else Precision(precision),
             optimizer=Optimizer(optimizer),
@@ -138,6 +162,8 @@ def plan_command(
             schedule_only=schedule_only,
             sequence=seq_len,
             prove=prove,
+            sizes=None if sizes and len(sizes) == 1 else sizes,
+            global_batch=global_batch,
         )
         return _dump(options, streams) if dump_fx else _plan(options, streams)
 

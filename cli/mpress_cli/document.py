@@ -9,6 +9,7 @@ from mpress.emit.actions import ACTIONS
 from mpress.emit.report import Report, StageReport
 from mpress.plan import HOST
 from mpress_cli.console import SCHEMA_VERSION, Json
+from mpress_cli.size_table import size_documents
 
 
 def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> dict[str, Json]:
@@ -78,6 +79,7 @@ def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, 
             for row in report.stripes
             if row.to_gpu == HOST
         ],
+        "sizes": size_documents(report),
         "files": list(files),
         "timings": dict(sorted(timings.items())),
     }

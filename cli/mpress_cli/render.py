@@ -13,6 +13,7 @@ from mpress.emit.actions import ACTIONS, ActionReport
 from mpress.emit.report import Report
 from mpress.plan import HOST
 from mpress.units import GIB, MIB, gib
+from mpress_cli.size_table import size_table
 from mpress_cli.words import assumption_lines, checkpoint_words, count, proof_words, rounds, seconds, shape, shape_words, tie_lines
 
 WORDS = {"keep": "keep", "recompute": "recompute", "swap_host": "swap to host", "swap_d2d": "swap to GPUs"}
@@ -27,6 +28,8 @@ def screen(report: Report, files: tuple[str, ...], timings: Mapping[str, float])
     parts: list[RenderableType] = [heading(report), memory_table(report), cause_table(report), stage_table(report), action_table(report)]
     if any(row.to_gpu != HOST for row in report.stripes):
         parts.append(stripe_matrix(report))
+    if report.sizes:
+        parts.append(size_table(report))
     parts.append(summary(report, files, timings))
     spaced: list[RenderableType] = []
     for part in parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from mpress.problem import Problem
 from mpress.program import CellProgram
 from mpress.recipe import Precision, Recipe
 from mpress.simulate import Replay
+from mpress.size_plans import SizePlanner, trace_choices
+from mpress.sizes import SizeRow, check_step, per_step, refuse_sizes
 from mpress.solve.explain import unplanned
 from mpress.solve.search import Solution, plan
 from mpress.units import Seconds
@@ -66,10 +68,12 @@ class Bench:
 
     __slots__ = (
         "chain", "from_file", "graph", "machine", "module_text", "options", "plan", "problem", "programs", "progress", "proof",
-        "recipe", "replay", "report", "schedule_text", "solution", "unplanned", "workload", "written",
+        "recipe", "replay", "report", "rows", "schedule_text", "sizes", "solution", "unplanned", "workload", "written",
     )  # fmt: skip
     options: Options
     progress: Progress
+    sizes: SizePlanner  # and rows: where the micro-batch size is to be chosen
+    rows: tuple[SizeRow, ...]
     from_file: bool  # a graph file stands in for the model
     graph: Graph
     proof: tuple[str, str]  # what was proven of the graph, and how or why not
@@ -88,7 +92,7 @@ class Bench:
     written: tuple[str, ...]
 
     def __init__(self, options: Options, progress: Progress) -> None:
-        self.options, self.progress, self.from_file = options, progress, is_graph_file(options.model)
+        self.options, self.progress, self.from_file, self.rows = options, progress, is_graph_file(options.model), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def plan_model(options: Options, on_step: Progress) -> Outcome:
     """Plan a model or a graph file; raises MpressError.  `on_step` hears of each step when it begins (seconds None) and when it ends."""
     bench = Bench(options, on_step)
     spent: dict[str, float] = {}
-    for step in GRAPH_STEPS if bench.from_file else STEPS:
+    for step in GRAPH_STEPS if bench.from_file else STEPS if options.sizes is None else SIZE_STEPS:
         seconds = _timed(step.name, partial(step.run, bench), on_step)
         spent[step.phase] = spent.get(step.phase, 0.0) + seconds
     return Outcome(bench.report, bench.written, tuple(spent.items()))
@@ -151,6 +155,7 @@ def dump_fx(options: Options, on_step: Progress) -> str:
     """The recorded step in the text form of torch.fx, without planning it; raises MpressError."""
     from mpress.trace.fx_export import to_fx  # late: torch
 
+    refuse_sizes(options, "--dump-fx", "name one size")
     bench = Bench(options, on_step)
     if bench.from_file:
         raise InputError(
@@ -177,6 +182,7 @@ def _check(bench: Bench) -> str:
         ("--gpus", options.gpus, 1),
         ("--micro-batch", options.recording.micro_batch, 1),
         ("--micro-batches", options.micro_batches, 1),
+        ("--global-batch", 1 if options.global_batch is None else options.global_batch, 1),
         ("--work-limit", options.work_limit, 0),
         ("--gap", options.gap, 0),
     ):
@@ -184,6 +190,8 @@ def _check(bench: Bench) -> str:
             raise InputError("option", f"{flag} is {value:g}, it must be at least {least}", where=flag)
     if not 0 <= options.reserve < 1:
         raise InputError("option", f"--reserve is {options.reserve:g}", where="--reserve", hint="give a share of the memory, such as 0.05")
+    if not bench.from_file:
+        check_step(options)
     if not options.dry_run:
         check_directory(options.out)
     bench.machine = load_machine(options.machine, gpus=options.gpus, reserve=options.reserve)
@@ -228,6 +236,23 @@ def _proof(recording: Recording, graph: Graph, wanted: bool) -> tuple[str, str]:
     return found.verdict.value, found.why
 
 
+def _trace_sizes(bench: Bench) -> str:
+    bench.sizes, note = trace_choices(bench.options, bench.machine, bench.recipe, bench.progress)
+    return note
+
+
+def _choose(bench: Bench) -> str:
+    """Fold, cost and solve for each size; what belongs to the best one is laid on the bench."""
+    choice = bench.sizes.best()
+    bench.rows, best = choice.rows, choice.best.result
+    won = best.candidate
+    size, count = choice.best.size, won.problem.micro_batches
+    bench.options = replace(bench.options, micro_batch=size, micro_batches=count, sizes=None, global_batch=None)
+    bench.graph, bench.chain, bench.workload, bench.programs = won.graph, won.chain, won.workload, won.programs
+    bench.problem, bench.solution, bench.unplanned = won.problem, best.solution, unplanned(won.problem)
+    return f"{size} samples in a micro-batch, step {choice.best.step_seconds:.3f} s"
+
+
 def _record(recording: Recording) -> Graph:
     from mpress.trace.record import trace  # late: torch
     from mpress.trace.semantics import Semantics
@@ -253,6 +278,9 @@ def _read(bench: Bench) -> str:
         if used:
             hint = f"leave it out, or trace the model again: mpress-plan trace MODEL.py {flag} ..."
             raise InputError("option", f"{flag} has no meaning for a graph file: that was settled when the model was traced", flag, hint)
+    refuse_sizes(
+        options, "a graph file", "leave it out, or trace the model again for another size: mpress-plan trace MODEL.py --micro-batch N"
+    )
     graph = bench.graph = load_graph(Path(options.model))
     precision = next(known for known in Precision if Recipe(known, options.optimizer).dtype == parameter_dtype(graph))
     asked = (("--micro-batch", options.micro_batch, graph.micro_batch), ("--precision", _word(options.precision), precision.value))
@@ -296,7 +324,7 @@ def _solve(bench: Bench) -> str:
         workload=bench.workload,
         machine=bench.machine,
         schedule=options.schedule,
-        micro_batches=options.micro_batches,
+        micro_batches=per_step(options, bench.graph.micro_batch),
         gap=options.gap,
         work_limit=options.work_limit,
     )
@@ -312,7 +340,7 @@ def _verify(bench: Bench) -> str:
 
 def _emit(bench: Bench) -> str:
     solution, options = bench.solution, bench.options
-    bench.report = make_report(
+    report = make_report(
         bench.graph,
         bench.chain,
         bench.workload,
@@ -331,6 +359,7 @@ def _emit(bench: Bench) -> str:
         no_module=_no_module(bench),
         proof=bench.proof,
     )
+    bench.report = replace(report, sizes=bench.rows)
     if bench.report.placed_layers != bench.report.layers:
         placed = f"{bench.report.placed_layers} of {bench.report.layers} layers are on a stage"
         raise BrokenPlanError("partition", placed, bench.graph.model)
@@ -417,5 +446,12 @@ STEPS = (
     Step("verify", "solve_seconds", _verify),
     Step("emit", "emit_seconds", _emit),
     Step("write", "emit_seconds", _write),
+)
+SIZE_STEPS = (
+    STEPS[0],
+    Step("trace", "trace_seconds", _trace_sizes),
+    Step("choose", "solve_seconds", _choose),  # fold, cost and solve for each size
+    Step("prove", "trace_seconds", _prove),
+    *STEPS[6:],
 )
 GRAPH_STEPS = tuple(Step("read", step.phase, _read) if step.name == "trace" else step for step in STEPS)

@@ -29,9 +29,13 @@ class InputError(MpressError):
 
 
 class InfeasibleError(MpressError):
-    """No plan exists under this machine and recipe (exit 1)."""
+    """No plan exists under this machine and recipe (exit 1).  missing_bytes: what the worst stage is short of, 0 if that is not known."""
 
     exit_code = 1
+
+    def __init__(self, code: str, message: str, where: str = "", hint: str = "", missing_bytes: int = 0) -> None:
+        super().__init__(code, message, where, hint)
+        self.missing_bytes = missing_bytes
 
 
 class BrokenPlanError(MpressError):

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from mpress.errors import InputError
 from mpress.plan import ScheduleKind
 from mpress.recipe import Optimizer, Precision
 
 DEFAULT_MICRO_BATCH = 1
+DEFAULT_MICRO_BATCHES = 32
 DEFAULT_PRECISION = Precision.BF16
 
 
@@ -46,6 +48,8 @@ class Options:
     """What the user asked for.  model: "model.py", "model.py:factory", a transformers "config.json" or a graph file, "model.graph.json".
 
     micro_batch, precision: None where the user left it open (then 1 and bf16, or what the graph file was recorded with).
+    sizes: micro-batch sizes to choose from in place of `micro_batch`, () to try powers of two; None where there is one size.
+    global_batch: samples of an optimizer step; None where `micro_batches` says how many micro-batches it has.
     work_limit: deterministic units of solver work, 0 = default.  schedule_only: write no module, so operators need no form in one.
     prove: hold the recorded step against real runs on this CPU, where the model or its twin is small enough.
     """
@@ -68,6 +72,8 @@ class Options:
     schedule_only: bool = False
     sequence: int = 0
     prove: bool = True
+    sizes: tuple[int, ...] | None = None
+    global_batch: int | None = None
 
     @property
     def recording(self) -> Recording:
@@ -80,3 +86,21 @@ class Options:
             self.attention,
             self.sequence,
         )
+
+
+def parse_micro_batch(text: str) -> tuple[int, ...]:
+    """Sizes of "4", "1,2,4" or "auto" (none: the planner tries powers of two); raises InputError."""
+    hint = "give a number, several such as 1,2,4, or auto"
+    if text.strip() == "auto":
+        return ()
+    sizes: list[int] = []
+    for word in text.split(","):
+        digits = word.strip()
+        if not (digits.isascii() and digits.isdecimal()):
+            raise InputError("micro-batch", f"'{text}' is not a list of micro-batch sizes: '{digits}' is no number", "--micro-batch", hint)
+        if int(digits) < 1:
+            raise InputError("micro-batch", f"a micro-batch of {int(digits)} samples is empty", "--micro-batch", "use 1 or more")
+        if int(digits) in sizes:
+            raise InputError("micro-batch", f"'{text}' names the size {int(digits)} twice", "--micro-batch", hint)
+        sizes.append(int(digits))
+    return tuple(sizes)

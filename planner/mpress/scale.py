@@ -1,9 +1,9 @@
 """The law of micro-batch sizes: two recordings of one model fix every number of the Graph as a line a + b*B over the size B.
 
-`fit` compares the recordings field by field.  A quantity (`QUANTITIES`) may differ between them and becomes a line over whole numbers, also
-where it stands inside words; everything else - targets, dataflow, names, ids, lengths - must be equal, or there is no law.  A field added to
-the Graph later must be equal until it is declared a quantity.  A float may also be c / (a + b*B), as in a mean, where this gives both floats
-to the last bit.
+`fit` compares the recordings field by field.  A quantity (`QUANTITIES`) may differ between them and becomes a line over whole numbers,
+also where it stands inside words; everything else - targets, dataflow, names, ids, lengths - must be equal, or there is no law.  A field
+added to the Graph later must be equal until it is declared a quantity.  A float may also be c / (a + b*B), as in a mean, where this
+gives both floats to the last bit.
 
 Two points lie on any line: a law counts only after `Law.contradiction` found nothing against a recording at a third size.
 The range of an integer input is read off the example inputs at each size and follows no law; `Law.at` takes it as given.

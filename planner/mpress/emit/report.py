@@ -19,6 +19,7 @@ from mpress.plan import HOST, Plan, StagePlan, in_flight
 from mpress.program import CellProgram
 from mpress.recipe import Recipe
 from mpress.simulate import Replay
+from mpress.sizes import SizeRow
 from mpress.units import Bytes, Seconds
 from mpress.workload import Workload
 
@@ -86,6 +87,7 @@ class Report:
     layers, placed_layers: numbered blocks of the model, and those that are whole on the stages (always all of them).
     checkpoints: regions the model's own checkpoints recompute.  no_module: why no module is written, "" if one is.
     proof: "proven" (against real runs), "twin" (at its small size) or "not proven"; and how, or why not.
+    sizes: the micro-batch sizes the plan was chosen from, if there were several.
     """
 
     model: str
@@ -123,6 +125,7 @@ class Report:
     assumptions: tuple[str, ...]
     no_module: str
     proof: tuple[str, str]
+    sizes: tuple[SizeRow, ...] = ()
 
     def total(self, action: str) -> tuple[int, Bytes]:
         """(tensors, bytes) of one action over all kinds, for one micro-batch."""

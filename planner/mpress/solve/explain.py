@@ -58,7 +58,7 @@ def infeasible(problem: Problem) -> InfeasibleError:
     )
     if state > usable:
         message += " - the parameters alone do not fit, no choice of activations can help"
-    return InfeasibleError("no-plan", message, where=f"stage {worst}", hint=_hint(problem, missing[worst]))
+    return InfeasibleError("no-plan", message, where=f"stage {worst}", hint=_hint(problem, missing[worst]), missing_bytes=missing[worst])
 
 
 def _hint(problem: Problem, short: int | None) -> str:

@@ -48,13 +48,22 @@ class Solution:
     iterations: int
 
 
-def plan(problem: Problem, progress: Callable[[str], None] | None = None) -> Solution:
+class Hopeless(Exception):
+    """No plan was found, and none is fast enough to be wanted."""
+
+    def __init__(self, bound_seconds: float) -> None:
+        super().__init__(f"every plan takes at least {bound_seconds:.4g} s")
+        self.bound_seconds = bound_seconds
+
+
+def plan(problem: Problem, progress: Callable[[str], None] | None = None, enough: float = INFINITY) -> Solution:
     """The best plan found, with its gap.
 
+    `enough`: nothing more is wanted of a problem whose plans are proven to take that many seconds: raises Hopeless if there is no plan.
     Raises InfeasibleError("no-plan"), or, when there is no plan yet, MpressError("interrupted") or MpressError("work-limit").
     """
     check(problem)
-    search = _Search(problem, progress or (lambda _: None))
+    search = _Search(problem, progress or (lambda _: None), enough)
     interrupted = False
     try:
         search.run()
@@ -76,8 +85,8 @@ def _composition(code: Encoding, values: tuple[float, ...]) -> Composition:
 class _Search:
     """What is known so far: best plan, bound, path rows, compositions judged."""
 
-    def __init__(self, problem: Problem, progress: Callable[[str], None]) -> None:
-        self.problem, self.progress = problem, progress
+    def __init__(self, problem: Problem, progress: Callable[[str], None], enough: float = INFINITY) -> None:
+        self.problem, self.progress, self.enough = problem, progress, enough
         self.timeline = Timeline(problem.schedule, problem.stages, problem.micro_batches)
         self.paths: list[Path] = list(self.timeline.classic_paths())
         self.best: Verdict | None = None
@@ -93,7 +102,7 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        return self.gap <= max(self.problem.gap, EXACT)
+        return self.gap <= max(self.problem.gap, EXACT) or self.bound >= self.enough
 
     def solution(self, interrupted: bool) -> Solution:
         if self.best is None:
@@ -101,9 +110,19 @@ class _Search:
                 error = MpressError("interrupted", "interrupted before any plan was found")
                 error.exit_code = 130
                 raise error
+            if self.bound >= self.enough:
+                raise Hopeless(self.bound)
             message = "the work limit was reached before any plan was found, and none was proven impossible"
             raise MpressError("work-limit", message, where="--work-limit", hint="raise --work-limit")
-        words = "optimal" if self.gap <= OPTIMAL else "within_gap" if self.done else "interrupted" if interrupted else "limit"
+        words = (
+            "optimal"
+            if self.gap <= OPTIMAL
+            else "within_gap"
+            if self.gap <= self.problem.gap
+            else "interrupted"
+            if interrupted
+            else "limit"
+        )
         bound = min(self.bound, self.best.seconds)
         return Solution(self.best.plan, self.best.replay, bound, self.gap, words, SOLVER, self.iterations)
 

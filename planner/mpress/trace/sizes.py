@@ -23,7 +23,7 @@ BASE = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedSizes:
     """graphs: one for each size that can be traced; recorded: which of them are recordings; refusals: of the other sizes.
 
     note: how the graphs were made, in words.
@@ -35,7 +35,7 @@ class Traced:
     note: str
 
 
-def trace_sizes(model_file: ModelFile, sizes: Sequence[int], *, precision: str, semantics: Semantics) -> Traced:
+def trace_sizes(model_file: ModelFile, sizes: Sequence[int], *, precision: str, semantics: Semantics) -> TracedSizes:
     """The graphs of all sizes; raises the first InputError if none can be traced."""
     return fill(
         sizes,
@@ -50,7 +50,7 @@ def example_ranges(model_file: ModelFile, size: int) -> Ranges:
     return tuple(value_range(leaf) for leaf in tree_leaves((positional, tuple(keyword.values()))) if isinstance(leaf, torch.Tensor))
 
 
-def fill(sizes: Sequence[int], record: Callable[[int], Graph], ranges: Callable[[int], Ranges]) -> Traced:
+def fill(sizes: Sequence[int], record: Callable[[int], Graph], ranges: Callable[[int], Ranges]) -> TracedSizes:
     """`trace_sizes` with any way to record.  Each size is recorded at most once."""
     wanted = sorted(set(sizes))
     ends = {*BASE, wanted[-1]}
@@ -70,7 +70,7 @@ def fill(sizes: Sequence[int], record: Callable[[int], Graph], ranges: Callable[
     if not graphs:
         raise refusals[wanted[0]]
     recorded = frozenset(size for size in graphs if law is None or size not in between)
-    return Traced(graphs, recorded, refusals, note)
+    return TracedSizes(graphs, recorded, refusals, note)
 
 
 def _law(known: _Recordings, largest: int) -> tuple[Law | None, str]:
