@@ -1,8 +1,8 @@
 """Which micro-batch size: several are planned for one optimizer step of so many samples, and the fastest plan stays.
 
-All sizes together do about the work of one: each is first planned coarsely, and only until it is proven slower than the best so far; then
-those are planned to the wanted gap whose proven bound still beats the best plan.  What a plan is, is none of this module's business:
-`choose` is given a way to plan one size and a way to confirm it.
+All sizes together do at most 2.5 times the work of one: each is first planned coarsely, and only until it is proven slower than the best
+so far; then those are planned to the wanted gap whose proven bound still beats the best plan.  What a plan is, is none of this module's
+business: `choose` is given a way to plan one size and a way to confirm it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mpress.units import Bytes, Seconds, gib
 
 AUTO_SIZES = 8  # powers of two that `auto` tries at most
 COARSE = 0.05  # gap of a first plan
-_SURVEY = _REFINE = 0.5  # of the work limit: all first plans together; the first plan to the wanted gap, each further one half of that
+_SURVEY = 0.5  # of the work limit, for all first plans together
+_REFINE = 1.0  # for the first plan to the wanted gap; half of it for the next, and so on
 
 T = TypeVar("T")
 
