@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpress.runtime.ops import draw_seed, keep_mask
 
@@ -96,7 +96,8 @@ def keyed_dropout(model: nn.Module, seed: int, step: int, micro_batch: int) -> I
             return aten.scaled_dot_product_attention.default._op_dk(_COMPOSITE, query, key, value, mask, p, causal, **how)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype))
-        keep = keep_mask((*query.shape[:-1], key.shape[-2]), p, draws.generator())
+        with _disable_current_modes():  # called outside of a dispatch: what draws the mask must not itself count as draws of the module
+            keep = keep_mask((*query.shape[:-1], key.shape[-2]), p, draws.generator())
         return aten._scaled_dot_product_attention_math(query, key, value, mask, p, causal, keep, **how)[0]
 
     library = _library("aten", "IMPL")
