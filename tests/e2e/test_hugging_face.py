@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_configs import write_config
+from hf_configs import CONFIGS, write_config
 from mpress import driver
 from mpress.options import Options
 from mpress.plan import ScheduleKind
@@ -27,7 +27,7 @@ from mpress.trace.model_file import ModelFile
 from tiny_plans import load_program
 
 SEQUENCES = {"t5": 16, "wav2vec2": 640}  # the others take the number of positions they have
-FAMILIES = ("vit",)
+FAMILIES = tuple(family for family in CONFIGS if family != "wav2vec2")
 MICRO_BATCHES, GPUS, SAMPLES = 4, 4, 2
 TOY = Path(__file__).resolve().parents[2] / "examples" / "toy.toml"
 
@@ -37,7 +37,7 @@ def options(path: str, machine: Path, out: Path, dry_run: bool, sequence: int) -
         model=path, gpus=GPUS, machine=str(machine), micro_batch=SAMPLES, micro_batches=MICRO_BATCHES,
         schedule=ScheduleKind.ONE_F_ONE_B,
         precision=Precision.FP32, optimizer=Optimizer.ADAMW, gap=0.3, reserve=0.05, work_limit=0, model_args=(), out=out, dry_run=dry_run,
-        sequence=sequence,
+        sequence=sequence, prove=False,
     )  # fmt: skip
 
 
@@ -94,11 +94,9 @@ def test_gradients_equal_the_library_s_own(tmp_path: Path, family: str) -> None:
     with quiet():
         total, expected = user_step(model, batches)
     assert set(outcome.gradients[0]) == set(expected)
-    worst = {}
-    for key, gradient in outcome.gradients[0].items():
-        worst[key] = float((gradient - expected[key]).abs().max() / expected[key].abs().max())
-    print(family, max(worst.values()), sum(torch.equal(outcome.gradients[0][k], expected[k]) for k in worst), len(worst))
-    assert max(worst.values()) == 0, worst
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in outcome.gradients[0].items():  # an attention's key bias has gradient 0 but for rounding: held against the largest
+        assert float((gradient - expected[key]).abs().max()) <= 1e-5 * max(float(expected[key].abs().max()), 1e-3 * largest), key
     assert outcome.losses[0] == pytest.approx(total, rel=1e-6)
     for index, stage in enumerate(schedule.stages):
         assert outcome.peak[index] <= stage.peak_bytes

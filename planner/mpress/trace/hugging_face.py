@@ -85,6 +85,7 @@ def open_configuration(path: str, overrides: Mapping[str, str], sequence: int) -
         inputs=inputs,
         loss=lambda out: out.loss,
         arguments={},
+        freezes_idle=True,  # the user cannot write into the library's classes
         assumptions=(f"the model is {model_class.__name__} of transformers {library.__version__}{why}", *assumptions, *sizes.assumptions),
     )
 

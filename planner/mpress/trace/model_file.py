@@ -36,7 +36,7 @@ def loss(out):              # not needed when the model returns its loss
 class ModelFile:
     """The user's functions.  `name` is the file's stem; `folder` bounds where errors are looked for; `arguments` are parsed --model-arg.
 
-    assumptions: what was taken for granted in making them, in words.
+    assumptions: what was taken for granted in making them, in words.  freezes_idle: a parameter no gradient reaches is frozen, not refused.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ModelFile:
     loss: Callable[[Any], Any] | None
     arguments: dict[str, Value]
     assumptions: tuple[str, ...] = ()
+    freezes_idle: bool = False
     twin: Callable[[], Any] | None = None
 
 

@@ -109,12 +109,18 @@ def _record(
         tensor.register_hook(_on_gradient(recorder, arrived, name))
     loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword, semantics)
     reached = {name for name, _ in arrived}
-    for parameter in parameters:
-        if parameter.trainable and parameter.names[0] not in reached:
-            name = parameter.names[0]
-            hint = "freeze it with requires_grad_(False), or remove it from the model"
-            raise InputError("no-gradient", f"parameter '{name}' gets no gradient from the loss", name, hint)
-    return merge_in_place(lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived)))
+    idle = [parameter.names[0] for parameter in parameters if parameter.trainable and parameter.names[0] not in reached]
+    if idle and not model_file.freezes_idle:
+        hint = "freeze it with requires_grad_(False), or remove it from the model"
+        raise InputError("no-gradient", f"parameter '{idle[0]}' gets no gradient from the loss", idle[0], hint)
+    parameters = tuple(replace(parameter, trainable=parameter.trainable and parameter.names[0] in reached) for parameter in parameters)
+    graph = merge_in_place(lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived)))
+    return replace(graph, assumptions=(*graph.assumptions, _idle_words(idle))) if idle else graph
+
+
+def _idle_words(idle: list[str]) -> str:
+    more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+    return f"{idle[0]}{more}: no gradient reaches them, so they are kept as they are, without optimizer state"
 
 
 def value_range(value: torch.Tensor) -> tuple[int, int]:
