@@ -39,7 +39,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A torch constant as an argument: dtype ("float32"), layout, memory format or device ("cpu")."""
+    """A torch constant as an argument: dtype ("float32"), layout, memory format, device ("cpu"); or a complex number ("(1+2j)")."""
 
     group: str
     value: str

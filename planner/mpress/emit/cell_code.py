@@ -94,6 +94,8 @@ class _Writer:
         if line.verb is not Verb.COMPUTE or self.graph.ops[line.op].multi or len(self.graph.ops[line.op].outputs) != 1:
             return None
         made = self.graph.ops[line.op].outputs[0]
+        if not self.names.has(made):
+            return None
         if stop < len(lines) and lines[stop].verb is Verb.DELETE:
             dead += lines[stop].tensors
             stop += 1
@@ -114,15 +116,15 @@ class _Writer:
         if value != name and not call.endswith(")"):
             call = f"({call})"
         written = statement(f"{self._gradient(contribution)} += ", call, value[len(name) :], op.source.place())
-        return written + ([f"    del {', '.join(self.names.of(t) for t in dead)}"] if dead else []), stop
+        return written + self._line(Line(Verb.DELETE, -1, tuple(dead))), stop
 
     def _gradient(self, contribution: Contribution) -> str:
         return f'p.grad["{self.expressions.parameter(contribution.parameter)}"]'
 
     def _line(self, line: Line) -> list[str]:
-        names = [self.names.of(t) for t in line.tensors]
+        names = [self.names.of(t) for t in line.tensors if self.names.has(t)]  # what was written in place has one name only
         if line.verb is Verb.DELETE:
-            return [f"    del {', '.join(names)}"]
+            return [f"    del {', '.join(names)}"] if names else []
         if line.verb is Verb.SAVE:
             return _call("    c.save(", [f"{name}={name}" for name in names], ")", "")
         if line.verb is Verb.SWAP_OUT:

@@ -133,7 +133,7 @@ class Expressions:
         if isinstance(value, Ref):
             return self.tensor(value.tensor)
         if isinstance(value, Name):
-            return {"device": "c.device", "complex": f"complex('{value.value}')"}.get(value.group, f"torch.{value.value}")
+            return {"device": "c.device", "complex": value.value}.get(value.group, f"torch.{value.value}")
         if isinstance(value, tuple) and any(isinstance(item, Ref) for item in value):
             return f"[{', '.join(self._argument(item) for item in value)}]"
         if isinstance(value, tuple):

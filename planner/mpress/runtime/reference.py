@@ -42,7 +42,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def generator(self) -> Generator:
         """The generator of the next draw."""
         state = torch.get_rng_state().numpy().tobytes()
-        torch.rand(())
+        with _disable_current_modes():
+            torch.rand(())
         if _C._current_graph_task_id() >= 0 and state in self._repeated:
             key = self._repeated[state]
         else:
@@ -54,7 +55,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or "attention" in str(func):
+        own = kwargs.get("generator") is not None  # already keyed, or the user's own
+        if own or torch.Tag.nondeterministic_seeded not in func.tags or "attention" in str(func):
             return func(*args, **kwargs)
         if func is aten.native_dropout.default:
             if args[2] is False:

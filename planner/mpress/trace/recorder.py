@@ -429,4 +429,5 @@ _CONSTANTS: dict[type, Callable[[Any], Argument]] = {
     torch.layout: lambda v: Name("layout", _last(v)),
     torch.memory_format: lambda v: Name("memory_format", _last(v)),
     torch.device: lambda v: Name("device", v.type),
+    complex: lambda v: Name("complex", repr(v)),
 }

@@ -85,7 +85,9 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator that may draw random numbers does: attention where it drops, the others in training."""
+    """Whether a call of an operator that may draw random numbers does: attention where it drops, others in training."""
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    if "philox_seed" in given:
+        return False  # a backward repeats the draw of its forward
     given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     return bool(given.get("dropout_p", True)) and given.get("train", True) is not False and given.get("training", True) is not False
