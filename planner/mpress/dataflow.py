@@ -118,7 +118,10 @@ def study(graph: Graph, cell: Cell) -> Dataflow:
         if storage is not None and flow.root(tensor) == tensor:
             anchors.setdefault(storage, []).append(tensor)
     roots = {storage: tuple(dict.fromkeys(found)) for storage, found in anchors.items()}
-    backward_reads = {s for index in cell.backward for s in flow.read_storages(ops[index])}
+    # a view computes nothing: what only a view reads is not needed, unless the view leaves the cell
+    leaving = (*cell.gradient_outputs, *(graph.contributions[n].tensor for n in cell.contributions))
+    backward_reads = {s for index in cell.backward if not ops[index].view for s in flow.read_storages(ops[index])}
+    backward_reads |= {s for t in leaving if t >= 0 and (s := flow.storage(t)) is not None}
     natural = frozenset(storage for storage in backward_reads if storage in roots)
 
     rebuildable: set[int] = set()

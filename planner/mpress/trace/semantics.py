@@ -8,6 +8,7 @@ kernel               replacement
 scaled_dot_product_attention   the kernel of `attention.py`, on fake tensors; real ones keep torch's own
 dropout              native_dropout, as a CUDA build does
 autocast             `autocast.py`
+statistics           of norms in 16 bits are fp32, as CUDA's kernels keep them
 oneDNN               switched off, so that LSTM and GRU are the operators a GPU can run too
 """
 
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mpress.options import Attention, View
 from mpress.trace.attention import attention
@@ -30,6 +32,9 @@ _C: Any = torch._C
 _COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd  # torch's own kernel; `decompose` would take a Python decomposition
 _library: Any = torch.library.Library
 _KEYS = ("AutogradCPU", "CPU")  # the second is met in inference mode only
+
+_STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default,
+               _aten._native_batch_norm_legit.no_stats)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ def gpu_semantics(tracing: bool, semantics: Semantics = Semantics()) -> Iterator
                 cleanup.callback(_active.pop)
                 cleanup.enter_context(_operators(semantics.attention))
                 cleanup.enter_context(cuda_rules())
+                cleanup.enter_context(_wide_statistics())
                 cleanup.callback(_C._set_mkldnn_enabled, _C._get_mkldnn_enabled())
                 _C._set_mkldnn_enabled(False)
         yield
@@ -82,6 +88,35 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     if train and 0 < p < 1 and input.numel() > 0:
         return torch.native_dropout(input, p, True)[0]
     return _aten.dropout.default._op_dk(_COMPOSITE, input, p, train)
+
+
+@contextmanager
+def _wide_statistics() -> Iterator[None]:
+    """Fake tensors of a CPU give the mean and deviation of a 16-bit norm 16 bits, too; CUDA's kernels give them 32.
+
+    What fake tensors remember of earlier calls is forgotten on both sides, because it does not say which rule it was made under.
+    """
+    table: Any = fake_impls.op_implementations_dict
+
+    def wide(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+        del table[func]
+        try:
+            with mode:
+                out, *statistics = func(*args, **kwargs)
+                half = args[0].dtype in (torch.float16, torch.bfloat16)
+                return (out, *(t.float() if half and t.is_floating_point() else t for t in statistics))
+        finally:
+            table[func] = wide
+
+    FakeTensorMode.cache_clear()
+    for func in _STATISTICS:
+        table[func] = wide
+    try:
+        yield
+    finally:
+        for func in _STATISTICS:
+            del table[func]
+        FakeTensorMode.cache_clear()
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
