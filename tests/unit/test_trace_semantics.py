@@ -239,6 +239,18 @@ def test_nothing_is_left_behind() -> None:
     assert seen.dtypes["native_layer_norm"] == BF16 and "native_dropout" not in seen.names
 
 
+def test_statistics_of_norms_are_wide_while_a_trace_runs() -> None:
+    def mean() -> torch.dtype:
+        with FakeTensorMode():
+            found: torch.dtype = torch.native_layer_norm(torch.empty(4, 8, dtype=BF16), [8], None, None, 1e-5)[1].dtype
+            return found
+
+    before = mean()
+    with gpu_semantics(True):
+        inside = mean()
+    assert (before, inside, mean()) == (BF16, FP32, BF16)
+
+
 def test_the_cpu_view_replaces_nothing() -> None:
     with gpu_semantics(True, Semantics(View.CPU)), FakeTensorMode(), Seen() as seen:
         x = torch.empty(1, 1, 4, 8, requires_grad=True)

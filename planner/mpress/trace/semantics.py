@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._refs  # registers the fake norms that are replaced here
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -97,9 +98,16 @@ def _wide_statistics() -> Iterator[None]:
     What fake tensors remember of earlier calls is forgotten on both sides, because it does not say which rule it was made under.
     """
     table: Any = fake_impls.op_implementations_dict
+    before = {func: table.get(func) for func in _STATISTICS}
+
+    def put_back(func: Any) -> None:
+        if before[func] is None:
+            table.pop(func, None)
+        else:
+            table[func] = before[func]
 
     def wide(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-        del table[func]
+        put_back(func)
         try:
             with mode:
                 out, *statistics = func(*args, **kwargs)
@@ -109,13 +117,13 @@ def _wide_statistics() -> Iterator[None]:
             table[func] = wide
 
     FakeTensorMode.cache_clear()
-    for func in _STATISTICS:
-        table[func] = wide
     try:
+        for func in _STATISTICS:
+            table[func] = wide
         yield
     finally:
         for func in _STATISTICS:
-            del table[func]
+            put_back(func)
         FakeTensorMode.cache_clear()
 
 
