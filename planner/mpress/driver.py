@@ -206,8 +206,9 @@ def _set_recipe(bench: Bench, precision: Precision) -> None:
 
 
 def _trace(bench: Bench) -> str:
-    bench.graph = _record(bench.options.recording)
-    return _traced_words(bench.graph)
+    notes: list[str] = []
+    bench.graph = _record(bench.options.recording, notes.append)
+    return "; ".join((_traced_words(bench.graph), *notes))
 
 
 def _prove(bench: Bench) -> str:
@@ -253,7 +254,7 @@ def _choose(bench: Bench) -> str:
     return f"{size} samples in a micro-batch, step {choice.best.step_seconds:.3f} s"
 
 
-def _record(recording: Recording) -> Graph:
+def _record(recording: Recording, on_note: Callable[[str], None] = lambda words: None) -> Graph:
     from mpress.trace.record import trace  # late: torch
     from mpress.trace.semantics import Semantics
 
@@ -264,6 +265,7 @@ def _record(recording: Recording) -> Graph:
         precision=recording.precision.value,
         semantics=Semantics(attention=recording.attention),
         sequence=recording.sequence,
+        on_note=on_note,
     )
 
 

@@ -31,6 +31,13 @@ class View(Enum):
     CUDA = "cuda"
 
 
+class Depth(Enum):
+    """How layers that repeat are recorded: a few that stand for all of them where that is exact (FAST), or every one (FULL)."""
+
+    FAST = "fast"
+    FULL = "full"
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Which step to record: everything a graph depends on.  sequence: tokens, for a transformers configuration; 0 = its default."""

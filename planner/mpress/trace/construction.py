@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from mpress.errors import InputError
 from mpress.graph import Source
@@ -210,8 +210,8 @@ class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        metas = any(t.device == _META for t in operands)
+        operands = _tensors((args, kwargs))
+        metas = any(t.is_meta for t in operands)
         written = _written(func, args, kwargs)
         if metas and (func is _aten._local_scalar_dense.default or func is _aten.equal.default):
             return func(*self.real(args), **kwargs)
@@ -224,7 +224,7 @@ class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return func(*self.real(args), **self.real(kwargs))
         elif metas and any(t.device != _META for t in operands):
             args, kwargs = tree_map(self._on_meta, (args, kwargs))
-            operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            operands = _tensors((args, kwargs))
         try:
             result = func(*args, **kwargs)
         except NotImplementedError:  # an operator whose result's shape depends on values
@@ -233,8 +233,8 @@ class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             result = tree_map(_like, func(*self.real(args), **self.real(kwargs)))
         if func in _SAME:
             return result
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not any(t.device == _META for t in (*made, *written)):
+        made = _tensors(result)
+        if not any(t.is_meta for t in (*made, *written)):
             self._taint(func, operands, made)
         else:
             self._record(func, args, kwargs, operands, written, result, made)
@@ -269,7 +269,7 @@ class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     ) -> None:
         if written and made and made[0] is written[0]:
             func, args, kwargs, written = self._overwritten(func, args, kwargs, written)
-            operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            operands = _tensors((args, kwargs))
         before = {self.layout(t).storage for t in operands}
         view = not written and all(t.untyped_storage()._cdata in self._numbers and self.layout(t).storage in before for t in made)
         targets = written or [t for t in made if self.layout(t).storage not in before]
@@ -279,12 +279,12 @@ class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             needs = self._needs(tuple(self.layout(t) for t in operands))
         except UnknownValueError as error:
             for tensor in targets:
-                self._forget(tensor, str(error))
+                self.forget(tensor, str(error))
             if not view:
                 return
             needs = tuple(self._views[one] for t in operands if (one := self.layout(t)) in self._views)
         number = len(self.steps)
-        step_args, step_kwargs = tree_map(lambda leaf: self.layout(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        step_args, step_kwargs = (args, kwargs) if not operands else tree_map(self._layout_of, (args, kwargs))
         outputs = tuple(self.layout(t) for t in made)
         writes = tuple(self.layout(t) for t in written)
         multi = isinstance(result, tuple | list)
@@ -297,7 +297,11 @@ class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         for tensor in (*targets, *written):
             self._last[self.layout(tensor).storage] = number
 
-    def _forget(self, tensor: torch.Tensor, reason: str) -> None:
+    def _layout_of(self, leaf: Any) -> Any:
+        return self.layout(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def forget(self, tensor: torch.Tensor, reason: str = _RANDOM) -> None:
+        """The value of the storage a tensor is on is unknown from now on."""
         number = self.layout(tensor).storage
         self._unknown[number] = reason
         self._last.pop(number, None)
@@ -345,12 +349,24 @@ class Values(TorchFunctionMode):
                 return copied.to(kwargs["dtype"]) if kwargs.get("dtype") else copied
             real = func(*known.real(args), **({**kwargs, "device": "cpu"} if func is not torch.from_numpy else kwargs))
             return known.twin(real).requires_grad_(real.requires_grad)
+        if func in _DRAWS:  # what is drawn is unknown: nothing needs to run, and there is one such call a parameter
+            target = args[0] if args else kwargs["tensor"]
+            if target.is_meta:
+                known.forget(target)
+                return target
         if func in _READERS and args[0].device == _META:
             return func(known.real(args[0].detach()), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
 
 _MAKERS: frozenset[Callable[..., Any]] = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
+_DRAWS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_, torch.nn.init.kaiming_uniform_,
+        torch.nn.init.kaiming_normal_, torch.nn.init.xavier_uniform_, torch.nn.init.xavier_normal_, torch.Tensor.uniform_,
+        torch.Tensor.normal_,
+    }
+)  # fmt: skip
 _READERS: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
@@ -366,6 +382,23 @@ def _like(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in (nested) tuples, lists and dictionaries; quicker than torch's pytree, which matters once a parameter."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    found: list[torch.Tensor] = []
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, tuple | list | dict):
+            found += _tensors(item)
+    return found
+
+
 def _name(func: Any) -> str:
     return str(func).split(".")[1]
 
@@ -378,5 +411,5 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += _tensors(value)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any
@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_map
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Graph, Kind
+from mpress.options import Depth
 from mpress.in_place import merge_in_place
 from mpress.trace import fake_kernels  # noqa: F401  # registers them
 from mpress.trace.as_eager import as_eager, no_hidden_draws
 from mpress.trace.construction import Construction
+from mpress.trace.depth import record_few
 from mpress.trace.hugging_face import is_configuration, open_configuration
 from mpress.trace.lower import Given, Named, lower
 from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
@@ -30,6 +32,7 @@ from mpress.trace.recorder import Recorder
 from mpress.trace.semantics import Semantics, gpu_semantics
 from mpress.trace.setup import first_values, with_setup
 from mpress.trace.source import entry, error_source, forget_sources
+from mpress.trace.visits import Watcher
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,13 +45,17 @@ def trace(
     precision: str,
     semantics: Semantics = Semantics(),  # noqa: B008  # frozen
     sequence: int = 0,
+    depth: Depth = Depth.FAST,
+    on_note: Callable[[str], None] = lambda words: None,
 ) -> Graph:
     """Trace "model.py" (or "model.py:factory") at `micro_batch` samples with parameters and inputs in fp32, bf16 or fp16.
 
     Also a transformers "config.json", in sequences of `sequence` tokens (0: the default length).
+    `depth` changes how long it takes and nothing else; `on_note` hears how the layers were recorded.
     Raises InputError for a file that cannot be loaded and a model that cannot be planned.
     """
-    return trace_file(open_model(path, model_args, sequence), micro_batch=micro_batch, precision=precision, semantics=semantics)
+    model_file = open_model(path, model_args, sequence)
+    return trace_file(model_file, micro_batch=micro_batch, precision=precision, semantics=semantics, depth=depth, on_note=on_note)
 
 
 def open_model(path: str, model_args: Mapping[str, str], sequence: int = 0) -> ModelFile:
@@ -62,19 +69,36 @@ def open_model(path: str, model_args: Mapping[str, str], sequence: int = 0) -> M
     return load(path, model_args)
 
 
-def trace_file(model_file: ModelFile, *, micro_batch: int, precision: str, semantics: Semantics) -> Graph:
+def trace_file(
+    model_file: ModelFile,
+    *,
+    micro_batch: int,
+    precision: str,
+    semantics: Semantics,
+    depth: Depth = Depth.FAST,
+    on_note: Callable[[str], None] = lambda words: None,
+) -> Graph:
     """As `trace`, of a model file that is loaded already; the model is built anew each time."""
     dtype = PRECISIONS.get(precision)
     if dtype is None:
         raise InputError("precision", f"'{precision}' is not a precision", "--precision", f"use one of {', '.join(sorted(PRECISIONS))}")
     if micro_batch < 1:
         raise InputError("micro-batch", f"a micro-batch of {micro_batch} samples is empty", "--micro-batch", "use 1 or more")
-    construction = Construction()
-    model = build(model_file, construction)
-    made = first_values(model, construction)
-    positional, keyword = example_inputs(model_file, micro_batch)
     with _collector_off():
-        graph = with_setup(_record(model_file, model, positional, keyword, micro_batch, dtype, semantics), made)
+        construction = Construction()
+        model = build(model_file, construction)
+        made = first_values(model, construction)
+        positional, keyword = example_inputs(model_file, micro_batch)
+        few = record_few(
+            model, lambda watcher: _record(model_file, model, positional, keyword, micro_batch, dtype, semantics, watcher), depth
+        )
+        on_note(few.note)
+        graph = few.graph
+        if graph is None:
+            if few.tried:
+                model = build(model_file)  # as the user makes it: what a failed attempt may have left behind is gone
+            graph = _record(model_file, model, positional, keyword, micro_batch, dtype, semantics)
+        graph = with_setup(graph, made)
     return replace(graph, assumptions=(*model_file.assumptions, *graph.assumptions))
 
 
@@ -86,6 +110,7 @@ def _record(
     micro_batch: int,
     dtype: torch.dtype,
     semantics: Semantics,
+    watcher: Watcher | None = None,
 ) -> Graph:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     paths = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
@@ -107,7 +132,7 @@ def _record(
     arrived: list[tuple[str, int]] = []
     for name, tensor in trained:
         tensor.register_hook(_on_gradient(recorder, arrived, name))
-    loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword, semantics)
+    loss = _step(model_file, model, recorder, fake_mode, fake_positional, fake_keyword, semantics, watcher)
     reached = {name for name, _ in arrived}
     idle = [parameter.names[0] for parameter in parameters if parameter.trainable and parameter.names[0] not in reached]
     if idle and not model_file.freezes_idle:
@@ -211,6 +236,7 @@ def _step(
     positional: tuple[Any, ...],
     keyword: dict[str, Any],
     semantics: Semantics,
+    watcher: Watcher | None,
 ) -> int:
     """Forward, loss and backward under the recorder; returns the value of the loss."""
     try:
@@ -230,10 +256,14 @@ def _step(
             recorder.listening(),
             saved_tensors_hooks(recorder.pack, recorder.unpack),
         ):
+            if watcher is not None:
+                watcher.begins(recorder)
             result = model(*positional, **keyword)
             loss = scalar_loss(model_file, result)
             del result  # as in `loss = criterion(model(x)); loss.backward()`: only the loss is held on to
             number = recorder.find(loss)
+            if watcher is not None:
+                watcher.forward_ends(recorder)
             with torch.no_grad(), recorder.paused():
                 seed = torch.ones_like(loss)
             recorder.start_backward(seed)
