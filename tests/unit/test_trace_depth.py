@@ -151,6 +151,34 @@ EXACT = {
     def build_model():
         return nn.Sequential(*(Block(p=0.1).requires_grad_(i >= 10) for i in range(21)))
     """,
+    "layers numbered, wrapped and written into": """
+    class Numbered(Block):
+        def __init__(self, layer_idx):
+            super().__init__()
+            self.layer_idx, self.act = layer_idx, nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            return self.act(super().forward(x)), None, [x]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Numbered(i) for i in range(12))
+            self.kinds = ["even", "odd"] * 6
+
+        def forward(self, x):
+            x = x * 2
+            for i, layer in enumerate(self.layers):
+                y = layer(x)[0]
+                if self.kinds[i] in ("even", "odd"):
+                    x = x + y
+                    x += 1
+                    x[:, 0].mul_(2)
+            return x
+
+    def build_model():
+        return Net()
+    """,
     "layers that share a table": """
     class Turn(nn.Module):
         def __init__(self):
@@ -185,7 +213,6 @@ EXACT = {
         return Net()
     """,
 }
-
 
 AROUND = """
     class Net(nn.Module):

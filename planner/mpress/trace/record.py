@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 
 from mpress.errors import InputError, MpressError
 from mpress.graph import Graph, Kind
-from mpress.options import Depth
 from mpress.in_place import merge_in_place
+from mpress.options import Depth
 from mpress.trace import fake_kernels  # noqa: F401  # registers them
 from mpress.trace.as_eager import as_eager, no_hidden_draws
 from mpress.trace.construction import Construction
@@ -98,7 +98,7 @@ def trace_file(
             if few.tried:
                 model = build(model_file)  # as the user makes it: what a failed attempt may have left behind is gone
             graph = _record(model_file, model, positional, keyword, micro_batch, dtype, semantics)
-        graph = with_setup(graph, made)
+        graph = with_setup(merge_in_place(graph), made)
     return replace(graph, assumptions=(*model_file.assumptions, *graph.assumptions))
 
 
@@ -139,7 +139,7 @@ def _record(
         hint = "freeze it with requires_grad_(False), or remove it from the model"
         raise InputError("no-gradient", f"parameter '{idle[0]}' gets no gradient from the loss", idle[0], hint)
     parameters = tuple(replace(parameter, trainable=parameter.trainable and parameter.names[0] in reached) for parameter in parameters)
-    graph = merge_in_place(lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived)))
+    graph = lower(model_file.name, micro_batch, recorder, parameters, buffers, tuple(given), loss, tuple(arrived))
     return replace(graph, assumptions=(*graph.assumptions, _idle_words(idle))) if idle else graph
 
 
