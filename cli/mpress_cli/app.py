@@ -20,6 +20,7 @@ from mpress.options import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PRECISION,
     Attention,
+    Depth,
     Options,
     Recording,
     parse_micro_batch,
@@ -85,6 +86,9 @@ SeqLen = Annotated[
         "--seq-len", metavar="N", help="tokens of a sample, for a config.json [default: its positions, 1024 at most]", show_default=False
     ),
 ]
+DepthWord = Annotated[
+    Literal["fast", "full"], typer.Option("--trace", help="of equal layers a few are recorded where that is exact, or all: the same graph")
+]
 ProveFlag = Annotated[bool, typer.Option("--prove/--no-prove", help="hold the recorded step against a real run on this CPU, if small")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of tables")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="show the raw traceback of an error")]
@@ -121,6 +125,7 @@ def plan_command(
     model_arg: ModelArgs = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="directory for the two files")] = Path(),
     schedule_only: Annotated[bool, typer.Option("--schedule-only", help="write the schedule file, but no module")] = False,
+    trace: DepthWord = "fast",
     prove: ProveFlag = True,
     json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="write nothing")] = False,
@@ -159,6 +164,7 @@ def plan_command(
             out=out,
             dry_run=dry_run,
             attention=Attention(attention),
+            depth=Depth(trace),
             schedule_only=schedule_only,
             sequence=seq_len,
             prove=prove,
@@ -181,6 +187,7 @@ def trace_command(
     attention: AttentionWord = "auto",
     seq_len: SeqLen = 0,
     model_arg: ModelArgs = None,
+    trace: DepthWord = "fast",
     prove: ProveFlag = True,
     json: AsJson = False,
     traceback: Traceback = False,
@@ -192,7 +199,7 @@ def trace_command(
     streams = Streams(json)
 
     def work() -> int:
-        recording = Recording(model, _pairs(model_arg), micro_batch, Precision(precision), Attention(attention), seq_len)
+        recording = Recording(model, _pairs(model_arg), micro_batch, Precision(precision), Attention(attention), seq_len, Depth(trace))
         return _trace(recording, out, prove, streams)
 
     return _guarded(work, streams, traceback)
@@ -236,10 +243,10 @@ def _plan(options: Options, streams: Streams) -> int:
 
 
 def _trace(recording: Recording, out: Path | None, prove: bool, streams: Streams) -> int:
-    from mpress import driver  # late, as above
+    from mpress import intake  # late, as above
     from mpress_cli import document, render
 
-    traced = driver.trace_model(recording, out, streams.progress, prove)
+    traced = intake.trace_model(recording, out, streams.progress, prove)
     if streams.machine_readable:
         streams.document(document.traced_document(traced))
     else:

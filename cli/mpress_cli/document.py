@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpress.driver import Traced
 from mpress.emit.actions import ACTIONS
 from mpress.emit.report import Report, StageReport
+from mpress.intake import Traced
 from mpress.plan import HOST
 from mpress_cli.console import SCHEMA_VERSION, Json
 from mpress_cli.size_table import size_documents

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpress.driver import Traced
 from mpress.emit.actions import ACTIONS, ActionReport
 from mpress.emit.report import Report
+from mpress.intake import Traced
 from mpress.plan import HOST
 from mpress.units import GIB, MIB, gib
 from mpress_cli.size_table import size_table

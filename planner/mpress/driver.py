@@ -6,7 +6,6 @@ refusal anywhere leaves the files of an earlier plan as they are.  Only what tra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +22,12 @@ from mpress.emit.schedule_file import Certificate, emit_schedule
 from mpress.errors import BrokenPlanError, InputError
 from mpress.fold import check_chain, fold
 from mpress.graph import Graph
-from mpress.graph_check import parameter_dtype, wrong
-from mpress.graph_file import SUFFIX, is_graph_file, load_graph, read_graph, write_graph
+from mpress.graph_check import wrong
+from mpress.graph_file import SUFFIX, is_graph_file
+from mpress.intake import Progress, graph_words, prove_graph, read_graph_file, record_graph, stem, timed
 from mpress.machine import Machine, load_machine
 from mpress.modes import build_workload
-from mpress.options import Attention, Options, Recording
+from mpress.options import Options
 from mpress.plan import Plan
 from mpress.problem import Problem
 from mpress.program import CellProgram
@@ -41,8 +41,6 @@ from mpress.units import Seconds
 from mpress.verify import verify
 from mpress.workload import Workload
 
-Progress = Callable[[str, float | None, str], None]  # (step, seconds or None while it runs, what it found)
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -51,16 +49,6 @@ class Outcome:
     report: Report
     files: tuple[str, ...]
     timings: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A recorded step, the graph file that holds it, what was proven of it and how."""
-
-    graph: Graph
-    precision: Precision
-    file: str
-    proof: tuple[str, str]
 
 
 class Bench:
@@ -109,46 +97,9 @@ def plan_model(options: Options, on_step: Progress) -> Outcome:
     bench = Bench(options, on_step)
     spent: dict[str, float] = {}
     for step in GRAPH_STEPS if bench.from_file else STEPS if options.sizes is None else SIZE_STEPS:
-        seconds = _timed(step.name, partial(step.run, bench), on_step)
+        seconds = timed(step.name, partial(step.run, bench), on_step)
         spent[step.phase] = spent.get(step.phase, 0.0) + seconds
     return Outcome(bench.report, bench.written, tuple(spent.items()))
-
-
-def trace_model(recording: Recording, out: Path | None, on_step: Progress, prove: bool = True) -> Traced:
-    """Record a model and write the graph file, MODEL.graph.json if `out` is None; raises MpressError.
-
-    Nothing is written that does not read back as the same graph.
-    """
-    path = out or Path(graph_name(recording.model))
-    if is_graph_file(recording.model):
-        raise InputError("option", f"{recording.model} is a graph file already", "mpress-plan trace", "give a model file (.py)")
-    if path.suffix != SUFFIX:
-        hint = f"call it {graph_name(recording.model)}"
-        raise InputError("option", f"a graph file ends in .json, '{path.name}' does not", "--out", hint)
-    check_directory(path.parent)
-    graphs: list[Graph] = []
-    proofs: list[tuple[str, str]] = []
-
-    def record() -> str:
-        graphs.append(_record(recording))
-        return _traced_words(graphs[0])
-
-    def hold() -> str:
-        proofs.append(_proof(recording, graphs[0], prove))
-        return ": ".join(proofs[0])
-
-    def write() -> str:
-        text = write_graph(graphs[0])
-        found = read_graph(text, path.name)
-        if found != graphs[0] and repr(found) != repr(graphs[0]):  # nan is equal to itself as text only
-            raise BrokenPlanError("graph-differs", "the graph file does not read back as the graph that was recorded", path.name)
-        write_files(((path, text),))
-        return path.name
-
-    _timed("trace", record, on_step)
-    _timed("prove", hold, on_step)
-    _timed("write", write, on_step)
-    return Traced(graphs[0], recording.precision, str(path), proofs[0])
 
 
 def dump_fx(options: Options, on_step: Progress) -> str:
@@ -164,15 +115,6 @@ def dump_fx(options: Options, on_step: Progress) -> str:
     for step in STEPS[:2]:
         step.run(bench)
     return str(to_fx(bench.graph).graph)
-
-
-def _timed(name: str, run: Callable[[], str], on_step: Progress) -> float:
-    on_step(name, None, "")
-    started = time.perf_counter()
-    note = run()
-    seconds = time.perf_counter() - started
-    on_step(name, seconds, note)
-    return seconds
 
 
 def _check(bench: Bench) -> str:
@@ -206,35 +148,22 @@ def _set_recipe(bench: Bench, precision: Precision) -> None:
 
 
 def _trace(bench: Bench) -> str:
-    notes: list[str] = []
-    bench.graph = _record(bench.options.recording, notes.append)
-    return "; ".join((_traced_words(bench.graph), *notes))
+    bench.graph, words = record_graph(bench.options.recording)
+    return words
+
+
+def _read(bench: Bench) -> str:
+    bench.graph, precision = read_graph_file(bench.options)
+    _set_recipe(bench, precision)
+    return f"{graph_words(bench.graph)}, {precision.value}, micro-batch {bench.graph.micro_batch}"
 
 
 def _prove(bench: Bench) -> str:
     if bench.from_file:
         bench.proof = ("not proven", "a graph file does not hold the model; `mpress-plan trace` proves what it records")
     else:
-        bench.proof = _proof(bench.options.recording, bench.graph, bench.options.prove)
+        bench.proof = prove_graph(bench.options.recording, bench.graph, bench.options.prove)
     return ": ".join(bench.proof)
-
-
-def _proof(recording: Recording, graph: Graph, wanted: bool) -> tuple[str, str]:
-    """Hold a recorded step against real runs; the verdict and one line about it."""
-    if not wanted:
-        return "not proven", "--no-prove"
-    from mpress.trace.proof import prove  # late: torch
-    from mpress.trace.record import open_model
-    from mpress.trace.semantics import Semantics
-
-    found = prove(
-        open_model(recording.model, dict(recording.model_args), recording.sequence),
-        graph,
-        micro_batch=recording.micro_batch,
-        precision=recording.precision.value,
-        semantics=Semantics(attention=recording.attention),
-    )
-    return found.verdict.value, found.why
 
 
 def _trace_sizes(bench: Bench) -> str:
@@ -252,54 +181,6 @@ def _choose(bench: Bench) -> str:
     bench.graph, bench.chain, bench.workload, bench.programs = won.graph, won.chain, won.workload, won.programs
     bench.problem, bench.solution, bench.unplanned = won.problem, best.solution, unplanned(won.problem)
     return f"{size} samples in a micro-batch, step {choice.best.step_seconds:.3f} s"
-
-
-def _record(recording: Recording, on_note: Callable[[str], None] = lambda words: None) -> Graph:
-    from mpress.trace.record import trace  # late: torch
-    from mpress.trace.semantics import Semantics
-
-    return trace(
-        recording.model,
-        model_args=dict(recording.model_args),
-        micro_batch=recording.micro_batch,
-        precision=recording.precision.value,
-        semantics=Semantics(attention=recording.attention),
-        sequence=recording.sequence,
-        on_note=on_note,
-    )
-
-
-def _read(bench: Bench) -> str:
-    """The graph file in place of a trace; what it was recorded with cannot be asked for again."""
-    options = bench.options
-    for flag, used in (
-        ("--model-arg", bool(options.model_args)),
-        ("--attention", options.attention is not Attention.AUTO),
-        ("--seq-len", options.sequence != 0),
-    ):
-        if used:
-            hint = f"leave it out, or trace the model again: mpress-plan trace MODEL.py {flag} ..."
-            raise InputError("option", f"{flag} has no meaning for a graph file: that was settled when the model was traced", flag, hint)
-    refuse_sizes(
-        options, "a graph file", "leave it out, or trace the model again for another size: mpress-plan trace MODEL.py --micro-batch N"
-    )
-    graph = bench.graph = load_graph(Path(options.model))
-    precision = next(known for known in Precision if Recipe(known, options.optimizer).dtype == parameter_dtype(graph))
-    asked = (("--micro-batch", options.micro_batch, graph.micro_batch), ("--precision", _word(options.precision), precision.value))
-    for flag, wanted, recorded in asked:
-        if wanted is not None and wanted != recorded:
-            hint = f"leave {flag} out, or trace again: mpress-plan trace MODEL.py {flag} {wanted}"
-            raise InputError("option", f"{flag} is {wanted}, but the graph was recorded with {recorded}", flag, hint)
-    _set_recipe(bench, precision)
-    return f"{_traced_words(graph)}, {precision.value}, micro-batch {graph.micro_batch}"
-
-
-def _word(precision: Precision | None) -> str | None:
-    return None if precision is None else precision.value
-
-
-def _traced_words(graph: Graph) -> str:
-    return f"{len(graph.ops)} operators, {sum(p.elements for p in graph.parameters):,} parameters"
 
 
 def _fold(bench: Bench) -> str:
@@ -425,17 +306,7 @@ def _named(bench: Bench) -> str:
 
 def file_names(model: str) -> tuple[str, str]:
     """ "models/gpt.py:factory" or "gpt.graph.json" -> ("gpt_mpress.py", "gpt.schedule.json")."""
-    return f"{_stem(model)}_mpress.py", f"{_stem(model)}.schedule.json"
-
-
-def graph_name(model: str) -> str:
-    """ "models/gpt.py:factory" -> "gpt.graph.json"."""
-    return f"{_stem(model)}.graph.json"
-
-
-def _stem(model: str) -> str:
-    path = model if model.endswith((".py", SUFFIX)) else model.rpartition(":")[0] or model
-    return Path(path).stem.removesuffix(".graph")
+    return f"{stem(model)}_mpress.py", f"{stem(model)}.schedule.json"
 
 
 STEPS = (

@@ -40,7 +40,10 @@ class Depth(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Which step to record: everything a graph depends on.  sequence: tokens, for a transformers configuration; 0 = its default."""
+    """Which step to record: everything a graph depends on, and how (depth changes the time it takes only).
+
+    sequence: tokens, for a transformers configuration; 0 = its default.
+    """
 
     model: str
     model_args: tuple[tuple[str, str], ...]
@@ -48,6 +51,7 @@ class Recording:
     precision: Precision
     attention: Attention
     sequence: int = 0
+    depth: Depth = Depth.FAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Options:
     prove: bool = True
     sizes: tuple[int, ...] | None = None
     global_batch: int | None = None
+    depth: Depth = Depth.FAST
 
     @property
     def recording(self) -> Recording:
@@ -92,6 +97,7 @@ class Options:
             self.precision or DEFAULT_PRECISION,
             self.attention,
             self.sequence,
+            self.depth,
         )
 
 

@@ -14,6 +14,7 @@ from mpress.cells import Chain
 from mpress.errors import InfeasibleError, InputError
 from mpress.fold import check_chain, fold
 from mpress.graph import Graph
+from mpress.intake import Progress
 from mpress.machine import Machine
 from mpress.modes import build_workload
 from mpress.options import Options
@@ -27,8 +28,6 @@ from mpress.solve.explain import missing_bytes
 from mpress.solve.search import Hopeless, Solution, plan
 from mpress.units import Seconds
 from mpress.workload import Workload
-
-Progress = Callable[[str, float | None, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,10 @@ def trace_choices(options: Options, machine: Machine, recipe: Recipe, progress: 
 
     among, precision, semantics = choices(options), recipe.precision.value, Semantics(attention=options.attention)
     model_file = open_model(options.model, dict(options.model_args), options.sequence)
-    traced = trace_sizes(model_file, among.sizes, precision=precision, semantics=semantics)
+    traced = trace_sizes(model_file, among.sizes, precision=precision, semantics=semantics, depth=options.depth)
 
     def record(size: int) -> Graph:
-        return trace_file(model_file, micro_batch=size, precision=precision, semantics=semantics)
+        return trace_file(model_file, micro_batch=size, precision=precision, semantics=semantics, depth=options.depth)
 
     task = Task(machine, recipe, options.schedule, options.gap, options.work_limit or DEFAULT_WORK)
     planner = SizePlanner(among, task, traced.graphs, traced.refusals, traced.recorded, record, progress)

@@ -13,8 +13,9 @@ import pytest
 import mpress.driver
 from graph_example import broken, example
 from made_report import report
-from mpress.driver import Outcome, Progress, file_names
+from mpress.driver import Outcome, file_names
 from mpress.errors import BrokenPlanError, InfeasibleError, InputError
+from mpress.intake import Progress
 from mpress.options import Options
 from mpress.plan import ScheduleKind
 from mpress_cli.app import run
@@ -251,7 +252,15 @@ def test_what_a_graph_file_settles_cannot_be_asked_again(tiny: list[str], tmp_pa
     capsys.readouterr()
     same = [graph, *tiny[1:], "--dry-run", "--micro-batch", "2", "--precision", "bf16"]
     assert said(capsys, 0, same)["files"] == []
-    for flags in ("--micro-batch 3", "--precision fp16", "--model-arg width=9", "--attention math", "--dump-fx"):
+    for flags in (
+        "--micro-batch 3",
+        "--precision fp16",
+        "--model-arg width=9",
+        "--attention math",
+        "--trace full",
+        "--seq-len 8",
+        "--dump-fx",
+    ):
         document = said(capsys, 2, [graph, *tiny[1:], *flags.split()])
         assert (document["code"], document["where"]) == ("option", flags.split()[0]) and document["hint"]
     document = said(capsys, 2, [graph, "--gpus", "8", "--machine", "dgx1-v100-32gb"])
@@ -330,3 +339,14 @@ def test_ops_that_do_not_fit_together_are_refused(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     refused = said(capsys, 2, [str(graph), "--gpus", "2", "--dry-run"])
     assert (refused["code"], refused["where"]) == ("graph-file", "ops in net.graph.json"), refused
+
+
+def test_layers_recorded_in_full_and_in_part_are_one_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [f"--model-arg={key}={value}" for key, value in gpt_args(layers=8).items()]
+    texts = []
+    for depth in ("fast", "full"):
+        graph = tmp_path / f"{depth}.json"
+        assert run(["trace", EXAMPLE, "-o", str(graph), "--no-prove", "--trace", depth, *sizes]) == 0
+        texts.append((graph.read_bytes(), capsys.readouterr().err))
+    assert texts[0][0] == texts[1][0]
+    assert texts[0][1].splitlines()[0] != texts[1][1].splitlines()[0]  # it says how it recorded

@@ -16,6 +16,7 @@ from mpress.errors import InputError
 from mpress.graph import Graph
 from mpress.scale import Law, NoLaw, Ranges, fit
 from mpress.trace.model_file import ModelFile, example_inputs
+from mpress.options import Depth
 from mpress.trace.record import trace_file, value_range
 from mpress.trace.semantics import Semantics
 
@@ -35,11 +36,13 @@ class TracedSizes:
     note: str
 
 
-def trace_sizes(model_file: ModelFile, sizes: Sequence[int], *, precision: str, semantics: Semantics) -> TracedSizes:
+def trace_sizes(
+    model_file: ModelFile, sizes: Sequence[int], *, precision: str, semantics: Semantics, depth: Depth = Depth.FAST
+) -> TracedSizes:
     """The graphs of all sizes; raises the first InputError if none can be traced."""
     return fill(
         sizes,
-        lambda size: trace_file(model_file, micro_batch=size, precision=precision, semantics=semantics),
+        lambda size: trace_file(model_file, micro_batch=size, precision=precision, semantics=semantics, depth=depth),
         lambda size: example_ranges(model_file, size),
     )
 
