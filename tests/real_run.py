@@ -101,7 +101,8 @@ class RealRun:
     def sequence(self, *, backward: bool) -> tuple[str, ...]:
         """Names of the calls in order, as the user's code and the formulas of autograd make them.
 
-        Left out: `detach` (the same value under another Python object), `item` (a number for Python), sums of a parameter's gradients, AccumulateGrad.
+        Left out: `detach` (the same value under another Python object), `item` (a number for Python), sums of a
+        parameter's gradients, AccumulateGrad.
         """
         return tuple(
             op.target for op in self.ops if op.backward is backward and not op.summing and not op.accumulating and op.target not in _NOTHING

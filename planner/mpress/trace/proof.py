@@ -1,9 +1,10 @@
 """Proves a trace: the user's step is really run on CPU, three times, and the recorded one is run on the same weights, data and draws.
 
 Every operator must agree: its name and order, the shape, layout and memory of each result, and each result bit by bit; then the loss, every
-gradient, every buffer after the step, what autograd saves, and the peak of live bytes.  ATen tags no operator of the CPU as nondeterministic, so nothing is
-compared with a tolerance.  What memory holds before anything is written there (`empty`) is not compared.  The first two real runs are
-observed; the second finds steps that depend on Python state.  The third is plain: its loss, gradients and buffers must be the same.
+gradient, every buffer after the step, what autograd saves, and the peak of live bytes.  ATen tags no operator of the CPU as
+nondeterministic, so nothing is compared with a tolerance.  What memory holds before anything is written there (`empty`) is not compared.
+The first two real runs are observed; the second finds steps that depend on Python state.  The third is plain: its loss, gradients and
+buffers must be the same.
 
 Autograd differentiates a view of a written tensor by `as_strided`, of a fake one by replaying the views.  The observed runs replay, too;
 where the graph writes into views the plain run, which does not, may round sums in another order and is compared to 6 digits.
@@ -78,7 +79,8 @@ def prove(model_file: ModelFile, graph: Graph, *, micro_batch: int, precision: s
             return _proven(model_file, graph, Verdict.PROVEN, micro_batch, precision, semantics)
     twin = shrunken(model_file)
     if twin is None:
-        return Proof(Verdict.NOT_PROVEN, f"{too_large}; define twin() in {model_file.file}")
+        hint = f"; define twin() in {model_file.file}" if model_file.file.endswith(".py") else ""
+        return Proof(Verdict.NOT_PROVEN, f"{too_large}{hint}")
     with without_onednn():
         small = trace_file(twin, micro_batch=micro_batch, precision=precision, semantics=semantics)
         too_large = excess(small)
