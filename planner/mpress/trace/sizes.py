@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from mpress.errors import InputError
 from mpress.graph import Graph
+from mpress.options import Depth
 from mpress.scale import Law, NoLaw, Ranges, fit
 from mpress.trace.model_file import ModelFile, example_inputs
-from mpress.options import Depth
 from mpress.trace.record import trace_file, value_range
 from mpress.trace.semantics import Semantics
 
