@@ -12,6 +12,7 @@ from mpress.emit.names import LocalNames, parameter_name, relative
 from mpress.errors import InputError
 from mpress.graph import Argument, Buffer, Graph, Kind, Name, Op, Parameter, Ref
 
+_PARTS = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}  # dtype of the parts of complex numbers
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _METHODS = frozenset(
     {"view", "t", "transpose", "permute", "expand", "split", "chunk", "unbind", "unsqueeze", "squeeze", "select", "detach"}
@@ -91,7 +92,10 @@ class Expressions:
     def _literal(self, op: Op) -> str:
         """A tensor made from Python values: args are shape, flat values, dtype."""
         shape, values, dtype = op.args
-        assert isinstance(shape, tuple) and isinstance(values, tuple)
+        assert isinstance(shape, tuple) and isinstance(values, tuple) and isinstance(dtype, Name)
+        if dtype.value in _PARTS:  # a complex number is two values
+            parts = f"torch.tensor({self._argument(values)}, dtype=torch.{_PARTS[dtype.value]}, device=c.device)"
+            return f"torch.view_as_complex({parts}.view({self._argument((*shape, 2))}))"
         scalar = not shape
         text = f"torch.tensor({self._argument(values[0] if scalar else values)}, dtype={self._argument(dtype)}, device=c.device)"
         return text if len(shape) < 2 else f"{text}.view({self._argument(shape)})"

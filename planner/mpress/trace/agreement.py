@@ -10,7 +10,8 @@ from torch import nn
 from mpress.errors import InputError
 from mpress.graph import Graph, Kind, Op, Phase
 from mpress.peak import step_peak
-from mpress.trace.interpret import LITERAL, Interpreted, Results, contradiction, first_buffers
+from mpress.trace.interpret import Interpreted, Results, contradiction, first_buffers
+from mpress.trace.literals import TARGET as LITERAL
 from mpress.trace.real_model import HINT, Outcome
 from mpress.trace.real_step import Maker, Observed, Ran, digest, ran_at
 

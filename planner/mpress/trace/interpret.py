@@ -15,8 +15,9 @@ import torch
 
 from mpress.errors import InputError
 from mpress.graph import Argument, Graph, Kind, Name, Op, Phase, Ref, reads
+from mpress.trace.literals import TARGET as LITERAL
+from mpress.trace.literals import literal
 
-LITERAL = "mpress.literal.default"
 Results = tuple[torch.Tensor | None, ...]
 
 
@@ -220,11 +221,6 @@ class _Run:
         if isinstance(argument, tuple):
             return [self._value(item) for item in argument]
         return argument
-
-
-def literal(shape: list[int], values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    """The operator that makes a tensor of Python values."""
-    return torch.tensor(values, dtype=dtype).reshape(shape)
 
 
 def _words(shape: tuple[int, ...]) -> str:

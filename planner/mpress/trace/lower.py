@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mpress.graph import Argument, Buffer, Contribution, Graph, Input, Op, Parameter, Phase, Ref, Storage, Tensor, reads, references
+from mpress.trace.calls import Call
 from mpress.trace.ledger import Memory
 from mpress.trace.lifetimes import Lifetimes
-from mpress.trace.recorder import Call, Recorder
+from mpress.trace.recorder import Recorder
 from mpress.units import Bytes, Flops
 
 

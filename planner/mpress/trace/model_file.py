@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,8 @@ from torch import nn
 
 from mpress.errors import InputError, MpressError
 from mpress.trace.construction import Construction, Values
+from mpress.trace.failures import host_memory, out_of_memory
+from mpress.trace.fence import fence, refuse_hidden_code
 from mpress.trace.semantics import gpu_semantics
 from mpress.trace.source import error_source
 
@@ -62,19 +63,6 @@ def parse_value(text: str) -> Value:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-@contextmanager
-def fence(path: Path) -> Iterator[None]:
-    """Run user code: stdout is stderr, sys.argv is [file], nothing is written beside the user's files, the RNG is left as it was."""
-    saved_argv, saved_path, saved_bytecode = sys.argv, list(sys.path), sys.dont_write_bytecode
-    sys.argv, sys.dont_write_bytecode = [str(path)], True
-    try:
-        with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            yield
-    finally:
-        sys.argv, sys.path[:], sys.dont_write_bytecode = saved_argv, saved_path, saved_bytecode
-
-
 def _execute(path: Path) -> ModuleType:
     """Import the file without writing bytecode, under a name that is not __main__."""
     try:
@@ -85,12 +73,17 @@ def _execute(path: Path) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     with fence(path), gpu_semantics(tracing=False):
-        sys.path.insert(0, str(path.parent))
         try:
             exec(compile(source, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
-            raise InputError("model-file", f"syntax error: {error.msg}", f"{path.name}:{error.lineno}", "fix the line") from None
+            place = f"{path.name}:{error.lineno}" if error.lineno else path.name
+            hint = "fix the line" if error.lineno else "save the file as plain UTF-8 text"
+            raise InputError("model-file", f"syntax error: {error.msg}", place, hint) from None
+        except MpressError:
+            raise
         except (Exception, SystemExit) as error:
+            if out_of_memory(error):
+                raise host_memory(error_source(error.__traceback__, path.parent).place(path.name)) from None
             place = error_source(error.__traceback__, path.parent).place(path.name)
             message = f"importing the model file failed: {type(error).__name__}: {error}"
             raise InputError("model-file", message, place, "the file must be importable without arguments or data") from None
@@ -170,6 +163,8 @@ def _call(model: ModelFile, name: str, function: Callable[..., Any], arguments: 
         raise
     except (Exception, SystemExit) as error:
         place = error_source(error.__traceback__, model.folder).place(model.file)
+        if out_of_memory(error):
+            raise host_memory(place) from None
         hint = "build_model runs on the 'meta' device: it must not read weight values; check --model-arg"
         raise InputError("model-file", f"{name} failed: {type(error).__name__}: {error}", place, hint) from None
 
@@ -182,6 +177,7 @@ def build(model: ModelFile, construction: Construction | None = None) -> nn.Modu
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise InputError("model-file", f"{model.factory_name} returned {kind}, not an nn.Module", model.file, "return the model itself")
+    refuse_hidden_code(module, model.file)
     return module.train()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mpress.errors import InputError, MpressError
-from mpress.trace.model_file import ModelFile, build_for_real, example_inputs, fence
+from mpress.trace.fence import fence
+from mpress.trace.model_file import ModelFile, build_for_real, example_inputs
 from mpress.trace.real_step import Observed, observe, ran_at
 from mpress.trace.record import adopt_nested, input_names, scalar_loss
 from mpress.trace.source import error_source

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +25,15 @@ from mpress.trace import fake_kernels  # noqa: F401  # registers them
 from mpress.trace.as_eager import as_eager, no_hidden_draws
 from mpress.trace.construction import Construction
 from mpress.trace.depth import record_few
+from mpress.trace.failures import explained
+from mpress.trace.fence import fence, preserved, untouched
 from mpress.trace.hugging_face import is_configuration, open_configuration
 from mpress.trace.lower import Given, Named, lower
-from mpress.trace.model_file import ModelFile, build, example_inputs, fence, load
+from mpress.trace.model_file import ModelFile, build, example_inputs, load
 from mpress.trace.recorder import Recorder
 from mpress.trace.semantics import Semantics, gpu_semantics
 from mpress.trace.setup import first_values, with_setup
-from mpress.trace.source import entry, error_source, forget_sources
+from mpress.trace.source import entry, forget_sources
 from mpress.trace.visits import Watcher
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,8 +56,9 @@ def trace(
     `depth` changes how long it takes and nothing else; `on_note` hears how the layers were recorded.
     Raises InputError for a file that cannot be loaded and a model that cannot be planned.
     """
-    model_file = open_model(path, model_args, sequence)
-    return trace_file(model_file, micro_batch=micro_batch, precision=precision, semantics=semantics, depth=depth, on_note=on_note)
+    with preserved(Path(path).resolve().parent):
+        model_file = open_model(path, model_args, sequence)
+        return trace_file(model_file, micro_batch=micro_batch, precision=precision, semantics=semantics, depth=depth, on_note=on_note)
 
 
 def open_model(path: str, model_args: Mapping[str, str], sequence: int = 0) -> ModelFile:
@@ -89,15 +92,17 @@ def trace_file(
         model = build(model_file, construction)
         made = first_values(model, construction)
         positional, keyword = example_inputs(model_file, micro_batch)
-        few = record_few(
-            model, lambda watcher: _record(model_file, model, positional, keyword, micro_batch, dtype, semantics, watcher), depth
-        )
+        with untouched(model):
+            few = record_few(
+                model, lambda watcher: _record(model_file, model, positional, keyword, micro_batch, dtype, semantics, watcher), depth
+            )
         on_note(few.note)
         graph = few.graph
         if graph is None:
             if few.tried:
                 model = build(model_file)  # as the user makes it: what a failed attempt may have left behind is gone
-            graph = _record(model_file, model, positional, keyword, micro_batch, dtype, semantics)
+            with untouched(model):
+                graph = _record(model_file, model, positional, keyword, micro_batch, dtype, semantics)
         graph = with_setup(merge_in_place(graph), made)
     return replace(graph, assumptions=(*model_file.assumptions, *graph.assumptions))
 
@@ -242,7 +247,6 @@ def _step(
     try:
         with (
             fence(model_file.folder / model_file.file),
-            redirect_stdout(sys.stderr),
             gpu_semantics(True, semantics),
             as_eager(),
             no_hidden_draws(model_file.file),
@@ -272,16 +276,8 @@ def _step(
             return number
     except MpressError:
         raise
-    except Exception as error:
-        source = error_source(error.__traceback__)
-        line = f" at `{source.code}`" if source.code else ""
-        text = str(error).strip().splitlines()
-        if "cuda" in str(error).lower():
-            hint = "tracing needs no GPU: create tensors on the device of an input (device=x.device) and drop .cuda()"
-            raise InputError("device", f"the model asks for a CUDA device{line}", source.place(model_file.file), hint) from None
-        message = f"the model failed{line}: {type(error).__name__}: {text[0] if text else ''}"
-        hint = "run the model once on CPU with example_inputs; if that works, this operator cannot be traced yet"
-        raise InputError("trace", message, source.place(model_file.file), hint) from None
+    except (Exception, SystemExit) as error:
+        raise explained(error, model_file.file) from None
 
 
 def scalar_loss(model_file: ModelFile, result: Any) -> torch.Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch.autograd import graph as autograd_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpress.errors import InputError, MpressError
-from mpress.graph import Argument, Kind, Name, Ref, Source
+from mpress.graph import Argument, Kind, Ref
+from mpress.trace.calls import CONSTANTS, Call, Traits, collect, hidden_writes, traits_of
 from mpress.trace.checkpoints import Checkpoints
 from mpress.trace.costs_of_ops import flops_of, moved_bytes
 from mpress.trace.functions import Atoms
@@ -29,58 +29,8 @@ ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
 _engine: Any = torch.autograd  # private functions, absent from torch's stubs
 _aten: Any = torch.ops.aten
 _ENGINE_CODE = autograd_graph._engine_run_backward.__code__
-_STATISTICS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"})
 _ADDS = ("aten.add.Tensor", "aten.add_.Tensor")
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
-
-
-@dataclass(slots=True)
-class Call:
-    """One ATen call; ids are indices into Recorder.ledger.values and Recorder.calls.
-
-    summing: the engine adds up two gradients.  engine: the engine puts a gradient into a parameter, which is no part of the graph.
-    """
-
-    target: str
-    args: tuple[Argument, ...]
-    kwargs: tuple[tuple[str, Argument], ...]
-    outputs: tuple[int, ...]
-    multi: bool
-    backward: bool
-    module: str
-    source: Source
-    forward: int
-    view: bool = False
-    mutates: tuple[int, ...] = ()
-    random_key: str = ""
-    flops: float = 0.0
-    bytes_moved: int = 0
-    repeats: int = -1
-    atom: str = ""
-    summing: bool = False
-    engine: bool = False
-
-
-@dataclass(slots=True)
-class Traits:
-    """What the schema of an operator says, read once per operator."""
-
-    target: str
-    writes: tuple[int, ...]
-    keyword_writes: tuple[str, ...]
-    random: bool
-
-
-def _traits(func: Any) -> Traits:
-    arguments = func._schema.arguments
-    positional = tuple(i for i, a in enumerate(arguments) if not a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
-    keywords = tuple(a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
-    return Traits(str(func), positional, keywords, torch.Tag.nondeterministic_seeded in func.tags)
-
-
-def _hidden_writes(target: str, args: tuple[Any, ...]) -> list[Any]:
-    """Running statistics, which batch normalisation writes in training although its schema does not say so."""
-    return list(args[3:5]) if target in _STATISTICS and args[5] else []
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
@@ -226,7 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if traits is None:
             if not isinstance(func, torch._ops.OpOverload):
                 raise self.refusal("trace", f"the operator {func} runs other code", "call that code directly")
-            traits = self._traits[func] = _traits(func)
+            traits = self._traits[func] = traits_of(func)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             hint = "create tensors on the device of an input: device=x.device"
@@ -261,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         call_args = tuple([self._argument(a) for a in args])
         call_kwargs = tuple([(key, self._argument(kwargs[key])) for key in sorted(kwargs)])
         mutates = [args[i] for i in traits.writes if i < len(args)] + [kwargs[k] for k in traits.keyword_writes if k in kwargs]
-        mutates += _hidden_writes(traits.target, args)
+        mutates += hidden_writes(traits.target, args)
         written = [t for item in mutates for t in (item if isinstance(item, tuple | list) else [item]) if isinstance(t, torch.Tensor)]
         targets = tuple([self.find(t) for t in written])
         operand_memories = {self.ledger.memory(t) for t in operands}
@@ -348,9 +298,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """The tensors among the arguments; real ones (attributes of modules, numpy) give way to fake ones of the same values."""
         found: list[torch.Tensor] = []
-        _collect(args, found)
+        collect(args, found)
         if kwargs:
-            _collect(kwargs.values(), found)
+            collect(kwargs.values(), found)
         if all(type(t) is FakeTensor for t in found):
             return args, kwargs, found
         args, kwargs = self.known.fake_arguments(args, kwargs, self._from_attribute)
@@ -358,7 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if any(self.known.is_stand_in(t) for t in written if isinstance(t, torch.Tensor)):
             raise self.refusal("constant", "a plain tensor attribute is written in place", "register it with self.register_buffer")
         found.clear()
-        _collect((*args, *kwargs.values()), found)
+        collect((*args, *kwargs.values()), found)
         return args, kwargs, found
 
     def _argument(self, value: Any) -> Argument:
@@ -370,7 +320,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             return value
         if isinstance(value, tuple | list):
             return tuple([self._argument(item) for item in value])
-        convert = _CONSTANTS.get(type(value))
+        convert = CONSTANTS.get(type(value))
         if convert is None:
             kind = type(value).__name__
             raise self.refusal("trace", f"an operator takes an argument of type {kind}", "this kind of argument cannot be planned yet")
@@ -410,24 +360,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._repeat(call)
         self._append(call)
         self.known.shadows.give(fake, real, frozenset())
-
-
-def _collect(values: Any, found: list[torch.Tensor]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            _collect(value, found)
-
-
-def _last(value: Any) -> str:
-    return str(value).rpartition(".")[2]
-
-
-_CONSTANTS: dict[type, Callable[[Any], Argument]] = {
-    torch.dtype: lambda v: Name("dtype", _last(v)),
-    torch.layout: lambda v: Name("layout", _last(v)),
-    torch.memory_format: lambda v: Name("memory_format", _last(v)),
-    torch.device: lambda v: Name("device", v.type),
-    complex: lambda v: Name("complex", repr(v)),
-}
