@@ -27,13 +27,13 @@ from mpress.trace.source import current_source
 def fence(path: Path) -> Iterator[None]:
     """Run user code: stdout is stderr, sys.argv is [file], its folder can be imported from, nothing is written beside the user's files.
 
-    The generators of torch, Python and numpy start from 0 and are left as they were.
+    torch's generator starts from 0 and is left as it was.  Those of Python and numpy go on: a step that draws from them must be noticed.
     """
     saved_argv, saved_path, saved_bytecode = sys.argv, list(sys.path), sys.dont_write_bytecode
     sys.argv, sys.dont_write_bytecode = [str(path)], True
     sys.path.insert(0, str(path.parent))
     try:
-        with redirect_stdout(sys.stderr), _raw_stdout_to_stderr(), _generators(), _no_compiler(), torch.random.fork_rng(devices=[]):
+        with redirect_stdout(sys.stderr), _raw_stdout_to_stderr(), _no_compiler(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             yield
     finally:
@@ -59,13 +59,14 @@ def _raw_stdout_to_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def _generators() -> Iterator[None]:
-    """Python's and numpy's generators, seeded inside and restored afterwards."""
+def generators_kept(seeded: bool) -> Iterator[None]:
+    """Python's and numpy's generators are afterwards as before; seeded: they start from 0 inside, so made-up data is always the same."""
     numpy: Any = sys.modules.get("numpy")
     state, drawn = random.getstate(), None if numpy is None else numpy.random.get_state()
-    random.seed(0)
-    if numpy is not None:
-        numpy.random.seed(0)
+    if seeded:
+        random.seed(0)
+        if numpy is not None:
+            numpy.random.seed(0)
     try:
         yield
     finally:
@@ -117,7 +118,7 @@ def preserved(folder: Path) -> Iterator[None]:
     handlers, level, disabled = list(root.handlers), root.level, root.manager.disable
     restore = _torch_flags()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), generators_kept(seeded=False):
             yield
     finally:
         restore()

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from mpress.graph import Kind
 
 Tensor = torch.Tensor
+_engine: Any = torch.autograd  # private functions, absent from torch's stubs
 
 
 @dataclass(slots=True)
@@ -64,6 +66,12 @@ class _Follow(weakref.ref[Any]):
     __slots__ = ("key", "number")
     key: int
     number: int
+
+
+def _may_be_result(tensor: Tensor) -> bool:
+    """Whether autograd may be saving a result of the node it has just made: it knows the node, and would hold it for ever."""
+    node: Any = tensor.grad_fn
+    return node is not None and (isinstance(node, BackwardCFunction) or node._sequence_nr() >= _engine._get_sequence_nr() - 1)
 
 
 class Ledger:
@@ -163,7 +171,7 @@ class Ledger:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Autograd saves a tensor of the forward."""
-        packed = Packed(tensor.detach() if tensor.grad_fn is not None else tensor)  # a result knows its node, which would hold it for ever
+        packed = Packed(tensor.detach() if _may_be_result(tensor) else tensor)
         self._packed.append(weakref.ref(packed))
         return packed
 

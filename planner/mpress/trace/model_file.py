@@ -16,7 +16,7 @@ from torch import nn
 from mpress.errors import InputError, MpressError
 from mpress.trace.construction import Construction, Values
 from mpress.trace.failures import host_memory, out_of_memory
-from mpress.trace.fence import fence, refuse_hidden_code
+from mpress.trace.fence import fence, generators_kept, refuse_hidden_code
 from mpress.trace.semantics import gpu_semantics
 from mpress.trace.source import error_source
 
@@ -136,7 +136,7 @@ def shrunken(model: ModelFile) -> ModelFile | None:
     """
     if model.twin is None:
         return None
-    with fence(model.folder / model.file):
+    with fence(model.folder / model.file), generators_kept(seeded=True):
         given = _call(model, "twin", model.twin, {})
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         hint = "return the keyword arguments of build_model: dict(layers=2, hidden=64)"
