@@ -16,7 +16,8 @@ from torch import nn
 
 from mpress.errors import MpressError
 from mpress.graph import Graph, Kind, Op, Phase, Ref
-from mpress.trace.recorder import Call, Recorder
+from mpress.trace.calls import Call
+from mpress.trace.recorder import Recorder
 from mpress.trace.stacks import DepthError, Stack
 from mpress.trace.visits import Given, Made, Visit, layers_of, mapped, noted, plain
 
