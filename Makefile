@@ -61,6 +61,7 @@ wheel: $(READY) ## build the wheel and look inside
 
 bench: $(READY) ## time planning
 	$(BIN)/python benchmarks/plan_gpt.py
+	$(BIN)/python benchmarks/trace_depth.py
 
 freeze: $(READY) ## write constraints.txt from what is installed
 	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/^\(torch==[0-9.]*\)+.*/\1/'; } > constraints.new

@@ -232,13 +232,23 @@ class Graph:
 
 def references(argument: Argument) -> tuple[int, ...]:
     """Tensor ids inside an argument, in order."""
-    if isinstance(argument, Ref):
-        return (argument.tensor,)
-    if isinstance(argument, tuple):
-        return tuple(found for item in argument for found in references(item))
-    return ()
+    found: list[int] = []
+    _collect((argument,), found)
+    return tuple(found)
 
 
 def reads(op: Op) -> tuple[int, ...]:
     """Tensor ids an op reads, in argument order, repeated as often as they occur."""
-    return references(op.args) + references(tuple(value for _, value in op.kwargs))
+    found: list[int] = []
+    _collect(op.args, found)
+    for _, value in op.kwargs:
+        _collect((value,), found)
+    return tuple(found)
+
+
+def _collect(arguments: tuple[Argument, ...], found: list[int]) -> None:
+    for argument in arguments:  # no generators: planning a deep model asks a hundred thousand times
+        if isinstance(argument, Ref):
+            found.append(argument.tensor)
+        elif isinstance(argument, tuple):
+            _collect(argument, found)

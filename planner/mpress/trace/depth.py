@@ -68,7 +68,7 @@ def _recorded(model: nn.Module, record: Record, stacks: Sequence[Stack], ends: i
         raise DepthError(f"the recordings of {kept - 1} and of {kept} repetitions do not agree")
     rehearsal = Rehearsal(model, stacks, graph, all_visits)
     try:
-        with unchanged(model), rehearsal.standing_in():
+        with rehearsal.standing_in(), unchanged(model):
             record(rehearsal)
     except InputError as error:
         raise DepthError(f"the forward reaches into its layers from outside of them: {error.message}", error.where) from None
