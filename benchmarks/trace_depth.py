@@ -32,7 +32,7 @@ print(json.dumps([parameters, seconds, most, len(graph.ops), len(chain.represent
 
 def main() -> None:
     model = str(Path(__file__).parent.parent / "examples" / "gpt.py")
-    print("CPU seconds: importing; tracing and folding in a cold process, and again in the same process; largest resident set when cold")
+    print("CPU seconds: importing; tracing and folding in a cold process, and again in the same process; largest set when cold")
     print(
         f"{'layers':>6} {'depth':>5} {'params':>7} {'import':>7} {'trace':>6} {'fold':>6} {'trace':>6} {'fold':>6} {'MiB':>5} {'ops':>6}  how"
     )

@@ -6,7 +6,7 @@ import hashlib
 import re
 
 from mpress.cells import Cell
-from mpress.graph import Argument, Graph, Name, Op, Ref, reads
+from mpress.graph import Argument, Graph, Name, Op, Ref
 
 _BLOCK = re.compile(r"^(?P<container>(?:.*?\.)??)(?P<index>\d+)(?=\.|$)")
 
@@ -53,7 +53,7 @@ class _Writer:
         key = f"{self._relative(op.random_key.rpartition('#')[0])}#{op.random_key.rpartition('#')[2]}" if op.random_key else ""
         difference = self._ops.get(op.forward_op, -1)
         flags = f"{op.multi} {op.view} {self._list(op.mutates)} {key} {difference} {op.flops} {op.bytes_moved}"
-        return f"{op.target} {self._module(op.module)} {args} -> {self._list(op.outputs)} {flags} {len(reads(op))}"
+        return f"{op.target} {self._module(op.module)} {args} -> {self._list(op.outputs)} {flags}"
 
     def _list(self, tensors: tuple[int, ...]) -> str:
         return str([self._tensor(t) for t in tensors])

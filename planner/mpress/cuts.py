@@ -106,11 +106,13 @@ class _Blocked:
 class _Survey:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.reads = [reads(op) for op in graph.ops]
         self.forward = tuple(op.id for op in graph.ops if op.phase is Phase.FORWARD)
         self.home = homes(graph, self.forward)
         self.size = len(self.forward) + 1
         self.made: dict[int, Op] = {}
         self.roots: dict[int, int] = {}
+        self.dense: dict[int, bool] = {}  # tensors that can be sent, as far as asked
         self.down: dict[int, _Crossing] = {}
         self.up: dict[int, _Crossing] = {}
         self.blocked = _Blocked(self.size)
@@ -121,7 +123,7 @@ class _Survey:
         self._stay_together()
         for op in graph.ops:
             here = home[op.id]
-            for tensor in reads(op):
+            for tensor in self.reads[op.id]:
                 self._read(tensor, here, op.phase)
             for output in op.outputs:
                 if output >= 0:
@@ -168,7 +170,7 @@ class _Survey:
         written: set[int] = set()
         for op in self.graph.ops:
             here = self.home[op.id]
-            for tensor in (*reads(op), *op.mutates):
+            for tensor in (*self.reads[op.id], *op.mutates):
                 storage = self.graph.storages[self.graph.tensors[tensor].storage]
                 if storage.kind is not Kind.COMPUTED:
                     touched.setdefault(storage.id, []).append(here)
@@ -193,7 +195,7 @@ class _Survey:
         storages = {p.names[0]: self.graph.tensors[p.tensor].storage for p in self.graph.parameters}
         users: dict[int, list[int]] = {storage: [] for storage in storages.values()}
         for index, number in enumerate(self.forward):
-            for tensor in reads(self.graph.ops[number]):
+            for tensor in self.reads[number]:
                 found = users.get(self.graph.tensors[tensor].storage)
                 if found is not None:
                     found.append(index)
@@ -237,7 +239,10 @@ class _Survey:
         """The tensor of a storage that crosses: the only one needed, else the root; -1 if it cannot be sent."""
         storage = self.graph.storages[self.graph.tensors[crossing.root].storage]
         for tensor in (*tensors[:1], crossing.root) if len(tensors) == 1 else (crossing.root,):
-            if dense(self.graph.tensors[tensor], storage):
+            known = self.dense.get(tensor)
+            if known is None:
+                known = self.dense[tensor] = dense(self.graph.tensors[tensor], storage)
+            if known:
                 return tensor
         return -1
 
