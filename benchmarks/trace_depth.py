@@ -33,9 +33,8 @@ print(json.dumps([parameters, seconds, most, len(graph.ops), len(chain.represent
 def main() -> None:
     model = str(Path(__file__).parent.parent / "examples" / "gpt.py")
     print("CPU seconds: importing; tracing and folding in a cold process, and again in the same process; largest set when cold")
-    print(
-        f"{'layers':>6} {'depth':>5} {'params':>7} {'import':>7} {'trace':>6} {'fold':>6} {'trace':>6} {'fold':>6} {'MiB':>5} {'ops':>6}  how"
-    )
+    titles = " ".join(f"{title:>6}" for title in ("import", "trace", "fold", "trace", "fold"))
+    print(f"{'layers':>6} {'depth':>5} {'params':>7} {titles} {'MiB':>5} {'ops':>6}  how")
     for layers, depth in (*((layers, "fast") for layers in DEPTHS), (DEPTHS[-1], "full")):
         request = json.dumps([model, {"layers": str(layers), **SIZE}, depth])
         done = subprocess.run([sys.executable, "-c", ROW, request], capture_output=True, text=True, check=True, timeout=300)

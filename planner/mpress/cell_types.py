@@ -27,6 +27,7 @@ class _Writer:
         self._cell = cell
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, int] = {}
+        self._modules: dict[str, str] = {}
         self._ops = {op: index for index, op in enumerate(cell.forward)}
         self._new: list[str] = []
 
@@ -86,6 +87,12 @@ class _Writer:
 
     def _module(self, path: str) -> str:
         """A module path; one below a neighbouring block is written by its distance ("layers.-1.1": the ReLU of the layer before)."""
+        known = self._modules.get(path)
+        if known is None:
+            known = self._modules[path] = self._module_name(path)
+        return known
+
+    def _module_name(self, path: str) -> str:
         mine, other = _BLOCK.match(self._cell.prefix), _BLOCK.match(path)
         if mine is None or other is None or mine["container"] != other["container"] or mine["index"] == other["index"]:
             return self._relative(path)

@@ -335,17 +335,17 @@ def _collector_off() -> Iterator[None]:
     """Recording makes many long-lived objects; collecting garbage among them would take half the time."""
     enabled = gc.isenabled()
     gc.disable()
-    _keep_imports()
     try:
         yield
     finally:
         if enabled:
+            _keep_imports()
             gc.enable()
 
 
 @cache
 def _keep_imports() -> None:
-    """Once a process: what importing torch made stays until the end, the collector need not look through it (a quarter of a second)."""
+    """Once a process: what importing torch and the first recording made stays, the collector need not look through it again and again."""
     gc.freeze()
 
 
