@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mpress.cells import Chain
+from mpress.cells import Cell, Chain
 from mpress.costs import backward_seconds, check_precision, forward_seconds, optimizer_seconds_per_element, recompute_seconds
 from mpress.dataflow import Dataflow, study
-from mpress.graph import Graph, Parameter
+from mpress.graph import Graph, Parameter, reads
 from mpress.levels import levels
 from mpress.lines import swappable, write_program
 from mpress.liveness import footprint
@@ -138,6 +138,7 @@ def _cost(
         output_bytes=_storage_bytes(graph, cell.outputs),
         gradient_bytes=_storage_bytes(graph, cell.gradient_inputs),
         carried_bytes=Bytes(sum(graph.storages[s].bytes for s in cell.carried)),
+        kept_bytes=Bytes(sum(graph.storages[s].bytes for s in _kept(graph, cell, modes))),
         input_bytes=_storage_bytes(graph, cell.user_inputs),
         parameter_elements=sum(_elements(graph, parameter) for parameter in parameters),
         trainable_elements=sum(trainable),
@@ -148,6 +149,14 @@ def _cost(
         buffer_bytes=_storage_bytes(graph, tuple(buffer.tensor for buffer in graph.buffers if buffer.names[0] in cell.buffers)),
         shared_buffers=shared,
     )
+
+
+def _kept(graph: Graph, cell: Cell, modes: tuple[Mode, ...]) -> set[int]:
+    """Storages that leave the cell and stay saved in its stage whatever the mode: carried on, or saved by the cell in every mode."""
+    leaving = {graph.tensors[t].storage for t in cell.outputs}
+    read = {graph.tensors[t].storage for op in cell.backward for t in reads(graph.ops[op])}
+    dropped = {s for mode in modes for s in (*mode.recompute, *mode.swap)}
+    return leaving & (set(cell.carried) | (read - dropped))
 
 
 def _storage_bytes(graph: Graph, tensors: tuple[int, ...]) -> Bytes:

@@ -78,6 +78,7 @@ class CutClass:
 class Moment:
     """What a stage holds beside the running cell while a compute action runs: `others` other micro-batches (all of their resident bytes),
     a posted receive buffer of the next forward / backward action (0 or 1 each), a sent output / input gradient not yet released.
+    sent_alone: the backward of the sent output's micro-batch has begun, so that its buffer is all that holds it.
     """
 
     others: int
@@ -85,6 +86,7 @@ class Moment:
     receives_gradient: int
     sent_output: int
     sent_gradient: int
+    sent_alone: int
 
     def below(self, other: Moment) -> bool:
         """`other` holds at least as much of everything."""
@@ -94,6 +96,7 @@ class Moment:
             and self.receives_gradient <= other.receives_gradient
             and self.sent_output <= other.sent_output
             and self.sent_gradient <= other.sent_gradient
+            and self.sent_alone <= other.sent_alone
         )
 
 
@@ -137,7 +140,9 @@ def moments(problem: Problem, s: int, word: Word) -> tuple[Moment, ...]:
     found: list[Moment] = []
     live = 0
     seen_forward = seen_backward = False
-    for position, (kind, _) in enumerate(order):
+    sent = begun = -1
+    for position, (kind, k) in enumerate(order):
+        begun = k if kind is Word.B else begun
         following = order[position + 1][0] if position + 1 < len(order) else None
         if kind is word:
             found.append(
@@ -147,9 +152,11 @@ def moments(problem: Problem, s: int, word: Word) -> tuple[Moment, ...]:
                     receives_gradient=int(following is Word.B and not last),
                     sent_output=int(seen_forward and not last),
                     sent_gradient=int(seen_backward and not first),
+                    sent_alone=int(seen_forward and not last and sent <= begun),
                 )
             )
         live += 1 if kind is Word.F else -1
+        sent = k if kind is Word.F else sent
         seen_forward |= kind is Word.F
         seen_backward |= kind is Word.B
     unique = list(dict.fromkeys(found))

@@ -98,6 +98,7 @@ class _Rank:
     outputs: int
     input_gradient: int
     carried: int
+    kept: int
     steps: list[tuple[str, int, int]] = field(default_factory=list)
     position: int = 0
     now: float = 0.0
@@ -109,6 +110,8 @@ class _Rank:
     resident: int = 0
     swapping: int = 0
     sending: int = 0
+    sent: int = -1  # the micro-batch whose output was sent last
+    alone: bool = False  # its backward has begun: the sent buffer is all that holds it
     receiving: int = 0
     peak: int = -1
     peak_action: str = ""
@@ -157,6 +160,7 @@ class _Replayer:
             lead=stage.prefetch_lead,
             outputs=int(types[-1].output_bytes),
             input_gradient=int(work.types[work.cells[stage.first - 1]].gradient_bytes) if stage.first else 0,
+            kept=int(types[-1].kept_bytes) if s < self.count - 1 else 0,
             carried=int(work.types[work.cells[stage.first - 1]].carried_bytes) if stage.first else 0,
         )
         rank.static = state_bytes(work, self.plan, s)
@@ -277,6 +281,8 @@ class _Replayer:
             size = self._message_bytes(word, rank.stage - 1 if word == "F" else rank.stage + 1)
         rank.receiving -= size
         rank.resident += rank.carried if word == "F" else 0
+        if word == "B" and k == rank.sent and not rank.alone:
+            rank.sending, rank.alone = rank.sending + rank.kept, True
         self.trail.append((word, rank.stage, rank.origin))
         rank.origin = len(self.trail) - 1
         rank.position += 1
@@ -308,6 +314,9 @@ class _Replayer:
                     rank.now, rank.origin = previous.end, previous.origin
             if k == 0:
                 rank.sending += self._message_bytes(word, sender)  # later messages replace the buffer of the one before
+            if word == "F":
+                rank.sending -= rank.kept if k == 0 or rank.alone else 0
+                rank.sent, rank.alone = k, False
             transfer = self._transfer(word, sender, k)
             transfer.sent = (rank.now, rank.origin)
         if transfer.sent is not None and transfer.posted is not None:

@@ -40,6 +40,8 @@ class CellCost:
     """A cell type.  output_bytes: what crosses a cut right after it (forward); gradient_bytes: what comes back over that cut.
     carried_bytes: what a stage that begins right after it keeps for each micro-batch beside its cells' resident bytes: storages that cells
     on both sides save (an encoder's output); the cells' modes count such a storage in the first cell that saves it only.
+    kept_bytes: the part of output_bytes that any stage ending with the cell keeps for its backward as well: while that micro-batch is in
+    flight, a sent buffer of it takes no memory of its own.
     input_bytes: the module's own inputs (token ids, targets) the cell reads, per micro-batch; a stage holds them for all M
     micro-batches during the whole step, so modes never count them.
 
@@ -54,6 +56,7 @@ class CellCost:
     output_bytes: Bytes
     gradient_bytes: Bytes
     carried_bytes: Bytes
+    kept_bytes: Bytes
     input_bytes: Bytes
     parameter_elements: int
     trainable_elements: int

@@ -27,7 +27,7 @@ def machine(gpus: int, capacity: int = 10**6) -> Machine:
 
 def chain(cells: int, output: int = 0) -> Workload:
     cost = CellCost(
-        "h", Seconds(1.0), Seconds(2.0), Bytes(output), Bytes(output), Bytes(0), Bytes(0), 10, 10, 2, 6, (), (KEEP, SWAP, REBUILD)
+        "h", Seconds(1.0), Seconds(2.0), Bytes(output), Bytes(output), Bytes(0), Bytes(0), Bytes(0), 10, 10, 2, 6, (), (KEEP, SWAP, REBUILD)
     )
     return Workload((cost,), (0,) * cells, (((0,), cells),), 16, 2, 4, 0, 4, 0.0)
 

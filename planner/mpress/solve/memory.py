@@ -101,6 +101,7 @@ class MemoryRows:
 
     def _boundary(self, s: int, moment: Moment) -> Linear:
         outputs = [cost.output_bytes * self.code.byte for cost in self.types]
+        own = [(cost.output_bytes - cost.kept_bytes) * self.code.byte for cost in self.types]
         gradients = [cost.gradient_bytes * self.code.byte for cost in self.types]
         held = Linear()
         if s > 0:
@@ -108,7 +109,7 @@ class MemoryRows:
             held.add(self.code.at_cut(s - 1, gradients), float(moment.sent_gradient))
         if s < self.problem.stages - 1:
             held.add(self.code.at_cut(s, gradients), float(moment.receives_gradient))
-            held.add(self.code.at_cut(s, outputs), float(moment.sent_output))
+            held.add(self.code.at_cut(s, outputs if moment.sent_alone else own), float(moment.sent_output))
         return held
 
     def _carried(self, s: int) -> Linear:
