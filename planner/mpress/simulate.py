@@ -8,16 +8,17 @@ first come, first served (`links`).
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mpress.errors import BrokenPlanError
 from mpress.holdings import foreign_bytes, state_bytes, tied_stages, trainable_elements
 from mpress.links import LinkClock
 from mpress.machine import Machine
 from mpress.plan import Plan, in_flight
+from mpress.rank_state import RankState, Transfer
 from mpress.schedule import Action, Word, actions
 from mpress.units import Bytes, Seconds
-from mpress.workload import Mode, Workload
+from mpress.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,84 +72,24 @@ def simulate(workload: Workload, machine: Machine, plan: Plan) -> Replay:
     return _Replayer(workload, machine, plan).run()
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """One boundary message: it starts when both ends have called, `origin` is the compute action that was late."""
-
-    sent: tuple[float, int] | None = None
-    posted: tuple[float, int] | None = None
-    end: float | None = None
-    origin: int = -1
-    waiting: list[_Rank] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Rank:
-    """State of one stage while it runs.  `origin` indexes the compute action that determines `now`."""
-
-    stage: int
-    device: int
-    modes: tuple[Mode, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    shares: tuple[tuple[int, int], ...]
-    swapped_total: int
-    lag: int
-    lead: int
-    outputs: int
-    input_gradient: int
-    carried: int
-    kept: int
-    steps: list[tuple[str, int, int]] = field(default_factory=list)
-    position: int = 0
-    now: float = 0.0
-    wake: float = 0.0
-    origin: int = -1
-    static: int = 0
-    inputs: int = 0
-    foreign: int = 0
-    resident: int = 0
-    swapping: int = 0
-    sending: int = 0
-    sent: int = -1  # the micro-batch whose output was sent last
-    alone: bool = False  # its backward has begun: the sent buffer is all that holds it
-    receiving: int = 0
-    peak: int = -1
-    peak_action: str = ""
-    peak_parts: tuple[int, int, int, int] = (0, 0, 0, 0)
-    stall: float = 0.0
-    busy: float = 0.0
-    copies: dict[tuple[int, int], float] = field(default_factory=dict)
-    curve: list[tuple[Seconds, Bytes]] = field(default_factory=list)
-
-    def charge(self, action: str, index: int, cell_peak: int, kept: int) -> None:
-        """Note the memory while a line runs; `kept` of cell_peak are activations (resident or swapped in), the rest workspace."""
-        boundary = self.sending + self.receiving
-        total = self.static + self.inputs + self.foreign + self.resident + self.swapping + boundary + cell_peak
-        self.curve.append((Seconds(self.now), Bytes(total)))
-        if total > self.peak:
-            self.peak, self.peak_action = total, f"{self.stage}{action}{index if index >= 0 else ''}"
-            self.peak_parts = (self.resident + kept, self.swapping, boundary, cell_peak - kept)
-
-
 class _Replayer:
     """Compiles every stage to single steps, then always advances the GPU with the earliest clock."""
 
     def __init__(self, workload: Workload, machine: Machine, plan: Plan) -> None:
         self.workload, self.machine, self.plan = workload, machine, plan
         self.links = LinkClock(machine)
-        self.transfers: dict[tuple[str, int, int], _Transfer] = {}
+        self.transfers: dict[tuple[str, int, int], Transfer] = {}
         self.trail: list[tuple[str, int, int]] = []  # (F|B, stage, previous compute action)
         self.count = len(plan.stages)
         self.ties = tied_stages(workload, plan)
-        self.arrivals: dict[int, list[_Rank]] = {}
+        self.arrivals: dict[int, list[RankState]] = {}
         self.ranks = [self._rank(s) for s in range(self.count)]
 
-    def _rank(self, s: int) -> _Rank:
+    def _rank(self, s: int) -> RankState:
         work, stage = self.workload, self.plan.stages[s]
         types = [work.types[work.cells[i]] for i in range(stage.first, stage.last)]
         modes = tuple(cost.modes[m] for cost, m in zip(types, stage.modes, strict=True))
-        rank = _Rank(
+        rank = RankState(
             stage=s,
             device=stage.device,
             modes=modes,
@@ -173,7 +114,7 @@ class _Replayer:
             rank.steps += self._steps(rank, action)
         return rank
 
-    def _steps(self, rank: _Rank, action: Action) -> list[tuple[str, int, int]]:
+    def _steps(self, rank: RankState, action: Action) -> list[tuple[str, int, int]]:
         """Single steps of an action: (verb, micro-batch, cell)."""
         k, n = action.micro_batch, len(rank.modes)
         swaps = [mode.swapped_bytes > 0 for mode in rank.modes]
@@ -217,7 +158,7 @@ class _Replayer:
             raise BrokenPlanError("deadlock", f"the schedule can never finish: {words}")
         return self._result()
 
-    def _advance(self, rank: _Rank) -> list[_Rank]:
+    def _advance(self, rank: RankState) -> list[RankState]:
         """Run one step of `rank`; returns the ranks that can go on (itself, unless it must wait for another)."""
         verb, k, i = rank.steps[rank.position]
         if verb in ("F", "B"):
@@ -242,7 +183,7 @@ class _Replayer:
         rank.position += 1
         return [rank]
 
-    def _compute(self, rank: _Rank, verb: str, k: int, i: int) -> None:
+    def _compute(self, rank: RankState, verb: str, k: int, i: int) -> None:
         mode = rank.modes[i]
         if verb == "F":
             rank.charge("F", k, mode.forward_peak_bytes, mode.resident_bytes)
@@ -257,7 +198,7 @@ class _Replayer:
         rank.now += seconds
         rank.busy += seconds
 
-    def _copy(self, rank: _Rank, i: int, outward: bool) -> float:
+    def _copy(self, rank: RankState, i: int, outward: bool) -> float:
         """Copy cell i's swapped bytes to or from all pools at once, in the stage's proportions; returns when the last stripe is done."""
         done = rank.now
         for pool, share in rank.shares:
@@ -266,7 +207,7 @@ class _Replayer:
             done = max(done, self.links.occupy(*ends, size, rank.now))
         return done
 
-    def _begin(self, rank: _Rank, word: str, k: int) -> list[_Rank]:
+    def _begin(self, rank: RankState, word: str, k: int) -> list[RankState]:
         """Start of a compute action: wait for its boundary tensor, whose buffer the first cell then owns."""
         first, last = rank.stage == 0, rank.stage == self.count - 1
         if (word == "F" and first) or (word == "B" and last):
@@ -288,14 +229,14 @@ class _Replayer:
         rank.position += 1
         return [rank]
 
-    def _transfer(self, word: str, sender: int, k: int) -> _Transfer:
-        return self.transfers.setdefault((word, sender, k), _Transfer())
+    def _transfer(self, word: str, sender: int, k: int) -> Transfer:
+        return self.transfers.setdefault((word, sender, k), Transfer())
 
     def _message_bytes(self, word: str, sender: int) -> int:
         """What a stage sends over its edge: its output forward, the gradient of its input back."""
         return self.ranks[sender].outputs if word == "F" else self.ranks[sender].input_gradient
 
-    def _message(self, rank: _Rank, verb: str, k: int) -> list[_Rank]:
+    def _message(self, rank: RankState, verb: str, k: int) -> list[RankState]:
         word = verb[-1]
         woken = [rank]
         if verb.startswith("RECV"):
@@ -331,7 +272,7 @@ class _Replayer:
         rank.position += 1
         return woken
 
-    def _tied(self, rank: _Rank, group: int) -> list[_Rank]:
+    def _tied(self, rank: RankState, group: int) -> list[RankState]:
         """All-reduce of one group of tied gradients: starts when every stage of the group has come, a ring over its stages."""
         rank.sending = 0
         stages, size = self.ties[group]
@@ -351,7 +292,7 @@ class _Replayer:
             member.position += 1
         return list(arrived)
 
-    def _step(self, rank: _Rank) -> None:
+    def _step(self, rank: RankState) -> None:
         rank.sending = 0
         stage = self.plan.stages[rank.stage]
         types = [self.workload.types[self.workload.cells[i]] for i in range(stage.first, stage.last)]
