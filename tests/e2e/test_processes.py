@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import models_of_all_kinds
 from forked import run_forked
 from mpress.runtime import session
 from mpress.runtime.parameters import Knobs
 from mpress.runtime.pools import SHARED_MEMORY, shared_pools
 from mpress.runtime.schedule_file import ScheduleFile
 from mpress.runtime.session import Outcome, Settings, run_remote, run_virtual
-from tiny_plans import emit
+from tiny_plans import emit, emit_model
 from user_training import batches, user_model
 
 SEED, STEPS, MICRO_BATCHES = 5, 2, 6
@@ -71,6 +72,32 @@ def test_processes_equal_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (nonzero > 0) == (arrived > 0), f"pool of rank {rank}"
         assert nonzero <= emitted.schedule.pools[rank]
     assert any(nonzero for _, nonzero in answers) == (kind in ("d2d", "all"))
+
+
+@pytest.mark.parametrize("name", ["unet", "encoder_decoder_shared_embedding", "no_gradient_part", "convolutions_batch_norm"])
+def test_several_tensors_or_none_over_a_cut(tmp_path: Path, name: str) -> None:
+    """Skips, an encoder's output, a cut without gradients, and buffers: three processes equal one."""
+    emitted = emit_model(tmp_path, models_of_all_kinds.write(name, tmp_path), {}, "all", 3, 4)
+    assert any(len(stage.forward) != 1 or len(stage.gradients) != 1 for stage in emitted.schedule.stages[:-1]) or emitted.graph.buffers
+    wanted = Settings(STEPS, SEED, Knobs(""), account=True, keep_gradients=True)
+    alone = run_virtual(emitted.program, emitted.schedule, wanted)
+
+    def work(rank: int) -> Outcome:
+        return run_remote(emitted.program, emitted.schedule, wanted, rank, torch.device("cpu"))
+
+    outcomes = run_forked(tmp_path, 3, work)
+    assert outcomes[-1].losses == pytest.approx(alone.losses, rel=1e-6)
+    for step in range(STEPS):
+        together = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients[step].items()}
+        assert set(together) == set(alone.gradients[step])
+        for key, gradient in alone.gradients[step].items():
+            torch.testing.assert_close(
+                together[key], gradient, rtol=2e-5, atol=1e-7
+            )  # three copies of a tied one are added in another order
+    for outcome in outcomes:
+        for key, value in outcome.weights.items():
+            torch.testing.assert_close(value, alone.weights[key], rtol=1e-4, atol=1e-6)
+    assert all(outcome.peak[rank] <= emitted.schedule.stages[rank].peak_bytes for rank, outcome in enumerate(outcomes))
 
 
 def test_swapped_memory_leaves_its_owner(tmp_path: Path) -> None:
