@@ -37,7 +37,7 @@ def options(path: str, machine: Path, out: Path, dry_run: bool, sequence: int) -
         model=path, gpus=GPUS, machine=str(machine), micro_batch=SAMPLES, micro_batches=MICRO_BATCHES,
         schedule=ScheduleKind.ONE_F_ONE_B,
         precision=Precision.FP32, optimizer=Optimizer.ADAMW, gap=0.3, reserve=0.05, work_limit=0, model_args=(), out=out, dry_run=dry_run,
-        sequence=sequence, prove=False,
+        sequence=sequence, prove=not dry_run,
     )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def test_gradients_equal_the_library_s_own(tmp_path: Path, family: str) -> None:
     fullest = max(stage.unplanned_peak_bytes for stage in roomy.stages)
     tight = machine_of(tmp_path, 0.85 * fullest / 0.95)
     report = driver.plan_model(options(path, tight, tmp_path, False, sequence), lambda *_: None).report
+    assert report.proof[0] == "proven", report.proof
     assert any(action.action != "keep" for action in report.actions)
 
     model_file = open_configuration(path, {}, sequence)

@@ -189,6 +189,13 @@ def test_layer_drop_can_be_switched_off_by_an_argument(tmp_path: Path) -> None:
     open_configuration(path, {"layerdrop": "0", "apply_spec_augment": "false"}, 0)
 
 
+def test_a_loss_whose_operators_read_lengths_is_refused_at_its_line(tmp_path: Path) -> None:
+    """CTC allocates by the longest target, which only values tell."""
+    with pytest.raises(InputError) as caught:
+        trace(write_config(tmp_path, "wav2vec2"), model_args={}, micro_batch=2, precision="fp32", sequence=640)
+    assert caught.value.code == "data-dependent" and caught.value.where.startswith("loss_ctc.py:")
+
+
 def test_a_class_without_a_loss_gives_way_to_one_that_has_it(tmp_path: Path) -> None:
     model = open_configuration(write_config(tmp_path, "llama", architectures=["LlamaModel"]), {}, 0)
     assert type(build(model)).__name__ == "LlamaForCausalLM"
