@@ -21,9 +21,6 @@ from mpress.runtime.session import Settings, run_virtual
 from tiny_plans import emit_model
 
 MICRO_BATCHES = 3
-NOT_YET: dict[str, str] = {
-    "encoder_with_mask": "the padded log-sum-exp of a GPU's attention kernel, swapped on a CPU",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +31,6 @@ def one_thread() -> None:
 @pytest.mark.parametrize(("stages", "kind"), [(2, "keep"), (3, "recompute"), (4, "all")])
 @pytest.mark.parametrize("name", list(models_of_all_kinds.MODELS))
 def test_the_emitted_program_trains_like_the_model(tmp_path: Path, name: str, stages: int, kind: str) -> None:
-    if name in NOT_YET:
-        pytest.xfail(NOT_YET[name])
     path = models_of_all_kinds.write(name, tmp_path)
     emitted = emit_model(tmp_path, path, {}, kind, stages, MICRO_BATCHES)
     user = _user_module(path)

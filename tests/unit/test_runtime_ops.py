@@ -96,6 +96,43 @@ def test_efficient_attention_is_that_of_torch(keys: int, learned: bool, probabil
         torch.testing.assert_close(found.sum(1, keepdim=True) if place == 3 else found, gradient)
 
 
+def laid_out(tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[object, ...] | None]:
+    return [None if t is None else (t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+@pytest.mark.parametrize("queries", [5, 40])
+@pytest.mark.parametrize("learned", [None, False, True])
+def test_attention_on_a_cpu_is_laid_out_as_on_a_gpu(dtype: torch.dtype, probability: float, queries: int, learned: bool | None) -> None:
+    """Sizes, strides and memory of every result are those a trace sees, which are the GPU's: of the meta kernels."""
+    generator = torch.Generator().manual_seed(1) if probability else None
+    q, k, v = (t.to(dtype) for t in qkv(queries=queries, keys=12, requires_grad=False))
+    bias = None if learned is None else torch.randn(2, 4, queries, 12, dtype=dtype)
+    wanted = (True, True, True, bool(learned))
+    made = sdpa_efficient(q, k, v, bias, dropout=probability, generator=generator)
+    back = sdpa_efficient_bwd(torch.randn_like(made[0]), q, k, v, bias, *made, dropout=probability, wanted=wanted)
+    m = [None if t is None else t.to("meta") for t in (q, k, v, bias)]
+    meta = aten._scaled_dot_product_efficient_attention(*m, True, probability)
+    assert laid_out(made) == laid_out(meta)
+    assert laid_out(back) == laid_out(
+        aten._scaled_dot_product_efficient_attention_backward(meta[0], *m, *meta, probability, list(wanted))
+    )  # fmt: skip
+    assert laid_out(sdpa_efficient(q, k, v, bias, sums=False)[1:2]) == laid_out(
+        aten._scaled_dot_product_efficient_attention(*m, False, 0.0)[1:2]
+    )
+    if learned is None:
+        made = sdpa_flash(q, k, v, dropout=probability, generator=generator)
+        back = sdpa_flash_bwd(torch.randn_like(made[0]), q, k, v, *made, dropout=probability)
+        meta = aten._scaled_dot_product_flash_attention(*m[:3], probability, False, False)
+        assert laid_out(made) == laid_out((meta[0], meta[1], meta[6], meta[7]))
+        assert laid_out(back) == laid_out(
+            aten._scaled_dot_product_flash_attention_backward(
+                meta[0], *m[:3], *meta[:2], None, None, queries, 12, probability, False, *meta[6:8]
+            )
+        )  # fmt: skip
+
+
 def test_attention_that_drops_leaves_the_global_generator_alone() -> None:
     q, k, v = qkv(requires_grad=False)
     before = torch.get_rng_state()

@@ -34,7 +34,7 @@ class Kernel:
         return tuple(found)
 
 
-_DEFAULTS: Mapping[str, Argument] = {"causal": False, "scale": None, "dropout": 0.0, "wanted": (True, True, True, False)}
+_DEFAULTS: Mapping[str, Argument] = {"causal": False, "scale": None, "dropout": 0.0, "sums": True, "wanted": (True, True, True, False)}
 KERNELS: Mapping[str, Kernel] = {
     "_scaled_dot_product_flash_attention": Kernel("sdpa_flash", ("*q", "*k", "*v", "dropout", "causal", ""), (0, 1, 6, 7)),
     "_scaled_dot_product_flash_attention_backward": Kernel(
@@ -43,7 +43,7 @@ KERNELS: Mapping[str, Kernel] = {
         (0, 1, 2),
     ),
     "_scaled_dot_product_efficient_attention": Kernel(
-        "sdpa_efficient", ("*q", "*k", "*v", "*bias", "", "dropout", "causal"), (0, 1, 2, 3)
+        "sdpa_efficient", ("*q", "*k", "*v", "*bias", "sums", "dropout", "causal"), (0, 1, 2, 3)
     ),
     "_scaled_dot_product_efficient_attention_backward": Kernel(
         "sdpa_efficient_bwd",

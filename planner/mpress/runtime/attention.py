@@ -1,6 +1,7 @@
 """The fused attention kernels of emitted code, on a GPU the kernels themselves, on a CPU something equal for tests.
 
-The four functions return the tensors of the ATen operator they are named after, in its order, in its strides.
+The four functions return the tensors of the ATen operator they are named after, in its order, sizes and strides, on a CPU too: whoever
+moves or counts them goes by the plan, which knows the GPU's.
 On a CPU torch's own flash kernel computes wherever torch would use it, else the math form.  There the log-sum-exp of the math form is NaN,
 because its backward starts again from queries, keys and values; and the kernels' workspace is hidden from dispatch modes that count bytes,
 as it would be on a GPU.
@@ -22,6 +23,8 @@ from mpress.runtime.ops import keep_mask
 aten = torch.ops.aten
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 _FLASH_ON_CPU = 1  # of torch._fused_sdp_choice
+_SUMS_ALIGNMENT = 32  # the efficient kernel pads its log-sum-exp to this many queries,
+_BIAS_ALIGNMENT = 16  # and the rows of a bias' gradient to this many keys
 
 
 def sdpa_flash(
@@ -35,7 +38,8 @@ def sdpa_flash(
 ) -> Results:
     """aten._scaled_dot_product_flash_attention: output, log-sum-exp, seed, offset."""
     if q.device.type == "cpu":
-        out, lse = _forward(q, k, v, None, causal, scale, dropout, generator, torch.empty_like(q))
+        out, lse = torch.empty_like(q), _no_sums(q, q.shape[2])
+        _forward(out, lse, q, k, v, None, causal, scale, dropout, generator)
         return out, lse, _seed(generator, torch.uint64).expand(2).clone(), torch.zeros((), dtype=torch.uint64)
     with _seeded(generator):
         made = aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
@@ -74,14 +78,16 @@ def sdpa_efficient(
     causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
+    sums: bool = True,
     generator: Generator | None = None,
 ) -> Results:
-    """aten._scaled_dot_product_efficient_attention: output, log-sum-exp, seed, offset."""
+    """aten._scaled_dot_product_efficient_attention: output, log-sum-exp (empty without `sums`), seed, offset."""
     if q.device.type == "cpu":
-        out, lse = _forward(q, k, v, bias, causal, scale, dropout, generator, _sequence_first(q, v.shape[-1]))
+        out, lse = _sequence_first(q, v.shape[-1]), _no_sums(q, _aligned(q.shape[2], _SUMS_ALIGNMENT) if sums else 0)
+        _forward(out, lse, q, k, v, bias, causal, scale, dropout, generator)
         return out, lse, _seed(generator, torch.int64), torch.zeros((), dtype=torch.int64)
     with _seeded(generator):
-        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout, causal, scale=scale)
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, bias, sums, dropout, causal, scale=scale)
     return out, lse, seed, offset
 
 
@@ -104,7 +110,7 @@ def sdpa_efficient_bwd(
     if q.device.type == "cpu":
         made = [_sequence_first(t, t.shape[-1]) for t in (q, k, v)]
         if bias is not None and wanted[3]:
-            made.append(torch.empty(bias.shape, dtype=bias.dtype))
+            made.append(torch.empty(*bias.shape[:-1], _aligned(bias.shape[-1], _BIAS_ALIGNMENT), dtype=bias.dtype)[..., : bias.shape[-1]])
         _backward(made, g, q, k, v, bias, out, lse, seed, causal, scale, dropout)
         return tuple(made) if len(made) == 4 else (*made, None)
     found: tuple[Tensor | None, ...] = aten._scaled_dot_product_efficient_attention_backward(
@@ -117,6 +123,8 @@ def sdpa_efficient_bwd(
 
 
 def _forward(
+    out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,18 +133,17 @@ def _forward(
     scale: float | None,
     dropout: float,
     generator: Generator | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    lse = torch.full(q.shape[:3], float("nan"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+) -> None:
+    """Fill `out` and, where there are any, the log-sum-exp of the queries."""
     with _disable_current_modes():
         if _fused(q, k, v, bias, causal, scale, dropout):
             made, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-            lse.copy_(sums)
+            if lse.shape[2]:
+                lse[..., : q.shape[2]].copy_(sums)
         else:
             mask = None if generator is None else keep_mask((*q.shape[:3], k.shape[2]), dropout, generator)
             made = _math(q, k, v, bias, causal, scale, dropout, mask)
         out.copy_(made)
-    return out, lse
 
 
 def _backward(
@@ -158,7 +165,7 @@ def _backward(
     with _disable_current_modes():
         if _fused(q, k, v, bias, causal, scale, dropout) and not bias_too:
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+                g, q, k, v, out, lse[..., : q.shape[2]].contiguous(), 0.0, causal, attn_mask=bias, scale=scale
             )  # fmt: skip
         else:
             start = int(seed.flatten()[0])
@@ -193,6 +200,15 @@ def _math(
 def _sequence_first(like: Tensor, head: int) -> Tensor:
     """What the efficient kernel returns: the sequence before the heads in memory."""
     return torch.empty(like.shape[0], like.shape[2], like.shape[1], head, dtype=like.dtype).transpose(1, 2)
+
+
+def _no_sums(q: Tensor, queries: int) -> Tensor:
+    """A log-sum-exp nobody has computed yet."""
+    return torch.full((*q.shape[:2], queries), float("nan"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _aligned(count: int, alignment: int) -> int:
+    return -(-count // alignment) * alignment
 
 
 def _seed(generator: Generator | None, dtype: torch.dtype) -> Tensor:
