@@ -145,8 +145,13 @@ class _Writer:
         if op.mutates and all(not self.names.has(t) for t in op.outputs if t >= 0):
             target = ""
         else:
-            words = [self.names.of(t) if t >= 0 and self.names.has(t) else "_" for t in results(op)]
+            # what was saved anyway is made twice: the second one must not live on as a local
+            kept = {self.graph.tensors[t].storage for t in self.program.saved} if line.verb is Verb.RECOMPUTE else set[int]()
+            twice = {t for t in results(op) if t >= 0 and self.graph.tensors[t].storage in kept}
+            words = [self.names.of(t) if t >= 0 and self.names.has(t) and t not in twice else "_" for t in results(op)]
             target = f"{words[0]}, = " if op.multi and len(words) == 1 else f"{', '.join(words)} = "
+            if twice:
+                return [*statement(target, text, "", comment), "    del _"]
         return statement(target, text, "", comment)
 
 
