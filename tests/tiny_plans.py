@@ -129,14 +129,14 @@ def _stage(workload: Workload, kind: str, stages: int, s: int) -> StagePlan:
     first, last = (len(workload.cells) * s // stages, len(workload.cells) * (s + 1) // stages)
     costs = [workload.types[workload.cells[i]] for i in range(first, last)]
     busy = s < stages // 2  # later stages have room and lend it
-    modes = tuple(_mode(cost, kind if busy or kind == "recompute" else "keep", i) for i, cost in enumerate(costs))
+    modes = tuple(mode_of(cost, kind if busy or kind == "recompute" else "keep", i) for i, cost in enumerate(costs))
     away = sum(cost.modes[m].swapped_bytes for cost, m in zip(costs, modes, strict=True))
     pools = {"host": (HOST,), "d2d": (stages - 2, stages - 1), "all": (HOST, stages - 2, stages - 1)}.get(kind, ())
     shares = tuple(Share(pool, Bytes(away * (i + 1) // len(pools) - away * i // len(pools))) for i, pool in enumerate(pools) if away)
     return StagePlan(s, first, last, modes, shares, drain_lag=1 + s % 2, prefetch_lead=1 + (s + 1) % 2)
 
 
-def _mode(cost: CellCost, kind: str, place: int) -> int:
+def mode_of(cost: CellCost, kind: str, place: int) -> int:
     """Keep, recompute most, swap most, or (all) each of them in turn."""
     indices = range(len(cost.modes))
     if kind == "all":

@@ -1,4 +1,4 @@
-"""Every ordinary operator: traced, emitted on two stages, run, and its gradients held against plain autograd's.
+"""Every ordinary operator: traced, emitted on two stages, run; its gradients against plain autograd's, its memory against the plan's.
 
 Each case is the body of a block `f(self, x)` between two linear layers; `self.w` are parameters it may use.  The block's input is
 (2, 4, 8): samples, sequence or channels, features.  Whatever it returns is squared and summed.
@@ -6,26 +6,36 @@ Each case is the body of a block `f(self, x)` between two linear layers; `self.w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mpress.cells import Chain
 from mpress.fold import fold
+from mpress.graph import Graph
 from mpress.machine import load_machine
 from mpress.modes import build_workload
-from mpress.plan import Plan, ScheduleKind, StagePlan
+from mpress.plan import HOST, Plan, ScheduleKind, Share, StagePlan
+from mpress.program import CellProgram
 from mpress.recipe import Optimizer, Precision, Recipe
 from mpress.runtime.parameters import Knobs
 from mpress.runtime.reference import keyed_dropout
 from mpress.runtime.session import Settings, run_virtual
 from mpress.simulate import simulate
 from mpress.trace.record import trace
-from written_plans import Written, user_module, write_plan
+from mpress.units import Bytes
+from mpress.workload import Workload
+from tiny_plans import mode_of
+from written_plans import user_module, write_plan
 
 MICRO_BATCHES = 2
+MACHINE, RECIPE = load_machine("dgx-a100-40gb", gpus=2, reserve=0.05), Recipe(Precision.FP32, Optimizer.ADAMW)
 # name: (members of the block, the block)
 CASES: dict[str, tuple[str, str]] = {
     "conv1d": ("m=nn.Conv1d(4, 6, 3, padding=1, groups=2)", "self.m(x)"),
@@ -121,6 +131,10 @@ CASES: dict[str, tuple[str, str]] = {
     "gumbel_softmax": ("", "F.gumbel_softmax(x, hard=True)"),
     "lstm that drops": ("m=nn.LSTM(8, 5, num_layers=2, dropout=0.4)", "self.m(x)[0]"),
 }  # fmt: skip
+KINDS = ("keep", "recompute", "host", "both")
+# the CPU's kernels compute in more memory than the result takes, and leave it in the result's storage; a GPU's do not
+ROOMY_ON_A_CPU = ("embedding_bag", "unfold")
+pytestmark = pytest.mark.filterwarnings("ignore:Dropout mask should only be used for testing purposes")
 
 MODEL = """
 import torch
@@ -164,41 +178,85 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def emitted(folder: Path, members: str, body: str) -> Written:
-    """Plan a block on two stages, the cut in the middle of the chain, everything kept; write both files."""
-    path = folder / "net.py"
-    assignments = "\n".join(f"        self.{line}" for line in members.split("; ")) if members else "        pass"
-    path.write_text(MODEL.format(members=assignments, body=body if "return " in body else f"return {body}"))
-    graph = trace(str(path), model_args={}, micro_batch=2, precision="fp32")
-    chain = fold(graph)
-    machine, recipe = load_machine("dgx-a100-40gb", gpus=2, reserve=0.05), Recipe(Precision.FP32, Optimizer.ADAMW)
-    workload, programs = build_workload(graph, chain, machine, recipe)
-    count = len(workload.cells)
-    half = max(1, count // 2)
-    stages = (StagePlan(0, 0, half, (0,) * half, (), 1, 1), StagePlan(1, half, count, (0,) * (count - half), (), 1, 1))
-    plan = Plan(ScheduleKind.ONE_F_ONE_B, MICRO_BATCHES, stages)
-    return write_plan(folder, "net", graph, chain, workload, programs, plan, simulate(workload, machine, plan), machine, recipe)
+@dataclass(frozen=True)
+class Case:
+    """A case traced and costed once; weights, micro-batches, and what plain autograd makes of them."""
+
+    graph: Graph
+    chain: Chain
+    workload: Workload
+    programs: tuple[tuple[CellProgram, ...], ...]
+    weights: dict[str, Tensor]
+    batches: list[dict[str, Tensor]]
+    loss: float
+    gradients: dict[str, Tensor]
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_gradients_equal_autograd(tmp_path: Path, name: str) -> None:
+@cache
+def case(name: str) -> Case:
+    """Trace a block, and train the user's module on it."""
     members, body = CASES[name]
-    written = emitted(tmp_path, members, body)
-    user = user_module(tmp_path / "net.py")
+    assignments = "\n".join(f"        self.{line}" for line in members.split("; ")) if members else "        pass"
+    text = MODEL.format(members=assignments, body=body if "return " in body else f"return {body}")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "net.py"
+        path.write_text(text)
+        graph = trace(str(path), model_args={}, micro_batch=2, precision="fp32")
+        user = user_module(path)
+    chain = fold(graph)
+    workload, programs = build_workload(graph, chain, MACHINE, RECIPE)
     torch.manual_seed(5)
     model: nn.Module = user.build_model()
     batches = [dict(user.example_inputs()) for _ in range(MICRO_BATCHES)]
     weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    settings = Settings(1, 0, Knobs("adamw"), state_dict=weights, data=[batches], account=True, keep_gradients=True)
-    outcome = run_virtual(written.program, written.schedule, settings)
     total = 0.0
     for k, batch in enumerate(batches):
         with keyed_dropout(model, 0, 0, k):
             out: Tensor = model(**batch)
         (out / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
         total += float(out.detach()) / MICRO_BATCHES
-    assert outcome.losses[0] == pytest.approx(total, rel=1e-5)
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(dict(model.named_parameters()))
+    return Case(graph, chain, workload, programs, weights, batches, total, gradients)
+
+
+def planned(workload: Workload, kind: str) -> Plan:
+    """Two stages, the cut in the middle of the chain, every cell of both treated as `kind` says."""
+    count = len(workload.cells)
+    half = max(1, count // 2)
+    stages = []
+    for index, (first, last) in enumerate(((0, half), (half, count))):
+        costs = [workload.types[workload.cells[i]] for i in range(first, last)]
+        modes = tuple(mode_of(cost, kind, place) for place, cost in enumerate(costs))
+        away = Bytes(sum(cost.modes[m].swapped_bytes for cost, m in zip(costs, modes, strict=True)))
+        shares = (Share(HOST, away),) if away else ()
+        stages.append(StagePlan(index, first, last, modes, shares, 1, 1))
+    return Plan(ScheduleKind.ONE_F_ONE_B, MICRO_BATCHES, tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in CASES for kind in KINDS if (name, kind) != ("embedding_bag", "host")],  # stripes have the GPU's size
+)
+def test_gradients_equal_autograd(tmp_path: Path, name: str, kind: str) -> None:
+    """Everything kept; recomputed as far as possible; swapped to the host as far as possible; some of each."""
+    given = case(name)
+    plan = planned(given.workload, kind)
+    replay = simulate(given.workload, MACHINE, plan)
+    written = write_plan(tmp_path, "net", given.graph, given.chain, given.workload, given.programs, plan, replay, MACHINE, RECIPE)
+    settings = Settings(1, 0, Knobs("adamw"), state_dict=given.weights, data=[given.batches], account=True, keep_gradients=True)
+    outcome = run_virtual(written.program, written.schedule, settings)
+    assert outcome.losses[0] == pytest.approx(given.loss, rel=1e-5)
     found: dict[str, Any] = outcome.gradients[0]
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(found[key], parameter.grad, rtol=2e-5, atol=2e-6)
+    for key, gradient in given.gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=2e-5, atol=2e-6)
+    for index, stage in enumerate(written.schedule.stages if name not in ROOMY_ON_A_CPU else ()):
+        assert outcome.peak[index] <= stage.peak_bytes, f"stage {index} holds more than predicted"
+
+
+def test_most_blocks_have_something_to_recompute_and_to_swap() -> None:
+    """The plans above differ: the block of most cases has modes that recompute, and modes that swap."""
+    plans = {kind: [planned(case(name).workload, kind) for name in CASES] for kind in KINDS}
+    for kind in KINDS[1:]:
+        different = sum(plan != kept for plan, kept in zip(plans[kind], plans["keep"], strict=True))
+        assert different > len(CASES) / 2, f"{kind}: {different}"
