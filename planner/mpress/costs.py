@@ -28,6 +28,16 @@ def check_precision(machine: Machine, recipe: Recipe) -> None:
             raise InputError("precision", message, "--precision", f"this machine has {others}")
 
 
+def check_kernels(machine: Machine, graph: Graph) -> None:
+    """Refuse a graph that was recorded for GPUs with a flash attention kernel where the machine's have none."""
+    if all(device.flash_attention for device in machine.devices):
+        return
+    for op in graph.ops:
+        if op.name.startswith("_scaled_dot_product_flash_attention"):
+            message = f"the step runs flash attention, for which the GPUs of {machine.name} have no kernel"
+            raise InputError("attention", message, op.source.place(op.module), "trace the model again with --attention efficient, or math")
+
+
 def op_seconds(op: Op, device: Device, dtype: str) -> Seconds:
     """Seconds of one call whose arithmetic is done in `dtype` ("bfloat16"); 0 for views."""
     if op.view:

@@ -27,7 +27,7 @@ from mpress.graph_file import SUFFIX, is_graph_file
 from mpress.intake import Progress, graph_words, prove_graph, read_graph_file, record_graph, stem, timed
 from mpress.machine import Machine, load_machine
 from mpress.modes import build_workload
-from mpress.options import Options
+from mpress.options import Attention, Options, Recording
 from mpress.plan import Plan
 from mpress.problem import Problem
 from mpress.program import CellProgram
@@ -137,6 +137,9 @@ def _check(bench: Bench) -> str:
     if not options.dry_run:
         check_directory(options.out)
     bench.machine = load_machine(options.machine, gpus=options.gpus, reserve=options.reserve)
+    if options.attention is Attention.FLASH and not bench.machine.devices[0].flash_attention:
+        message = f"the GPUs of {bench.machine.name} have no flash attention kernel"
+        raise InputError("attention", message, "--attention", "use --attention auto or efficient, or another --machine")
     if not bench.from_file:  # what a graph file was recorded in is known once it is read
         _set_recipe(bench, options.recording.precision)
     return f"{bench.machine.name}, {options.gpus} GPUs"
@@ -147,8 +150,13 @@ def _set_recipe(bench: Bench, precision: Precision) -> None:
     check_precision(bench.machine, bench.recipe)
 
 
+def _recording(bench: Bench) -> Recording:
+    """What to record, for the GPUs of the machine."""
+    return replace(bench.options.recording, flash=bench.machine.devices[0].flash_attention)
+
+
 def _trace(bench: Bench) -> str:
-    bench.graph, words = record_graph(bench.options.recording)
+    bench.graph, words = record_graph(_recording(bench))
     return words
 
 
@@ -162,7 +170,7 @@ def _prove(bench: Bench) -> str:
     if bench.from_file:
         bench.proof = ("not proven", "a graph file does not hold the model; `mpress-plan trace` proves what it records")
     else:
-        bench.proof = prove_graph(bench.options.recording, bench.graph, bench.options.prove)
+        bench.proof = prove_graph(_recording(bench), bench.graph, bench.options.prove)
     return ": ".join(bench.proof)
 
 

@@ -81,12 +81,20 @@ def record_graph(recording: Recording) -> tuple[Graph, str]:
         model_args=dict(recording.model_args),
         micro_batch=recording.micro_batch,
         precision=recording.precision.value,
-        semantics=Semantics(attention=recording.attention),
+        semantics=Semantics(attention=recording.attention, flash=recording.flash),
         sequence=recording.sequence,
         depth=recording.depth,
         on_note=notes.append,
     )
-    return graph, "; ".join((graph_words(graph), *notes))
+    return graph, "; ".join((graph_words(graph), *notes, *attention_note(recording, graph)))
+
+
+def attention_note(recording: Recording, graph: Graph) -> tuple[str, ...]:
+    """What `--attention auto` came to mean, where the machine and not torch alone decided."""
+    attends = any("_attention" in op.name for op in graph.ops)
+    return ("these GPUs have no flash attention: auto takes the efficient kernel, else math",) * (
+        attends and not recording.flash and recording.attention is Attention.AUTO
+    )
 
 
 def prove_graph(recording: Recording, graph: Graph, wanted: bool) -> tuple[str, str]:
@@ -102,7 +110,7 @@ def prove_graph(recording: Recording, graph: Graph, wanted: bool) -> tuple[str, 
         graph,
         micro_batch=recording.micro_batch,
         precision=recording.precision.value,
-        semantics=Semantics(attention=recording.attention),
+        semantics=Semantics(attention=recording.attention, flash=recording.flash),
     )
     return found.verdict.value, found.why
 

@@ -13,13 +13,17 @@ __all__ = ["Device", "Machine", "known_machines", "load_machine"]
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU.  peak_flops: dense FLOP/s by dtype ("float32", "float16", "bfloat16"); memory_bandwidth of its HBM."""
+    """One GPU.  peak_flops: dense FLOP/s by dtype ("float32", "float16", "bfloat16"); memory_bandwidth of its HBM.
+
+    flash_attention: torch has a flash kernel for it.
+    """
 
     capacity_bytes: Bytes
     peak_flops: tuple[tuple[str, float], ...]
     memory_bandwidth: BytesPerSecond
     efficiency: float
     launch_seconds: float
+    flash_attention: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def _device(table: Table) -> Device:
         memory_bandwidth=BytesPerSecond(table.number("memory_bandwidth")),
         efficiency=efficiency,
         launch_seconds=table.number("launch_seconds", positive=False),
+        flash_attention=table.truth("flash_attention") if table.has("flash_attention") else True,
     )
 
 

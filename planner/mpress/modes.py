@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from mpress.cells import Cell, Chain
-from mpress.costs import backward_seconds, check_precision, forward_seconds, optimizer_seconds_per_element, recompute_seconds
+from mpress.costs import backward_seconds, check_kernels, check_precision, forward_seconds, optimizer_seconds_per_element, recompute_seconds
 from mpress.dataflow import Dataflow, study
 from mpress.graph import Graph, Parameter, reads
 from mpress.levels import levels
@@ -29,11 +29,12 @@ _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)  # of what can be swapped
 
 
 def build_workload(graph: Graph, chain: Chain, machine: Machine, recipe: Recipe) -> tuple[Workload, tuple[tuple[CellProgram, ...], ...]]:
-    """The workload and programs[type][mode], parallel to CellCost.modes.  Raises InputError("precision") if the machine lacks the dtype.
+    """The workload and programs[type][mode], parallel to CellCost.modes.  Raises InputError if the machine lacks the dtype or a kernel.
 
     Seconds are those of the machine's first device (the devices of a profile are equal).
     """
     check_precision(machine, recipe)
+    check_kernels(machine, graph)
     ties, shared = _ties(graph, chain), _shared_buffers(graph, chain)
     types: list[CellCost] = []
     programs: list[tuple[CellProgram, ...]] = []

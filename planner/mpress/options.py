@@ -16,7 +16,7 @@ DEFAULT_PRECISION = Precision.BF16
 
 
 class Attention(Enum):
-    """The kernel of scaled_dot_product_attention; AUTO is the one torch would choose on a GPU."""
+    """The kernel of scaled_dot_product_attention; AUTO is the one torch would choose on the machine's GPUs."""
 
     AUTO = "auto"
     FLASH = "flash"
@@ -42,7 +42,7 @@ class Depth(Enum):
 class Recording:
     """Which step to record: everything a graph depends on, and how (depth changes the time it takes only).
 
-    sequence: tokens, for a transformers configuration; 0 = its default.
+    sequence: tokens, for a transformers configuration; 0 = its default.  flash: the GPUs it is recorded for have a flash attention kernel.
     """
 
     model: str
@@ -52,6 +52,7 @@ class Recording:
     attention: Attention
     sequence: int = 0
     depth: Depth = Depth.FAST
+    flash: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Machine profiles: TOML tables whose every number stands beside its source, read strictly.
 
-A number is written `{ value = 40, source = "..." }`.  An unknown, missing or wrong key is refused with its path and file.
+A number, true or false is written `{ value = 40, source = "..." }`.  An unknown, missing or wrong key is refused with its path and file.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ class Table:
         if value < 0 or (positive and value == 0):
             raise entry.wrong("value", f"is {value}, it must be {'positive' if positive else 'at least 0'}")
         return float(value)
+
+    def truth(self, key: str) -> bool:
+        """The value of a `{ value, source }` pair that is true or false."""
+        entry = self.table(key)
+        entry.text("source")
+        value = entry._value("value", "true or false")
+        if not isinstance(value, bool):
+            raise entry.wrong("value", "is neither true nor false")
+        return value
 
     def integer(self, key: str) -> int:
         value = self._value(key, "a whole number")

@@ -14,7 +14,7 @@ from mpress.cells import Chain
 from mpress.errors import InfeasibleError, InputError
 from mpress.fold import check_chain, fold
 from mpress.graph import Graph
-from mpress.intake import Progress
+from mpress.intake import Progress, attention_note
 from mpress.machine import Machine
 from mpress.modes import build_workload
 from mpress.options import Options
@@ -66,7 +66,8 @@ def trace_choices(options: Options, machine: Machine, recipe: Recipe, progress: 
     from mpress.trace.semantics import Semantics
     from mpress.trace.sizes import trace_sizes
 
-    among, precision, semantics = choices(options), recipe.precision.value, Semantics(attention=options.attention)
+    flash = machine.devices[0].flash_attention
+    among, precision, semantics = choices(options), recipe.precision.value, Semantics(attention=options.attention, flash=flash)
     model_file = open_model(options.model, dict(options.model_args), options.sequence)
     traced = trace_sizes(model_file, among.sizes, precision=precision, semantics=semantics, depth=options.depth)
 
@@ -75,7 +76,9 @@ def trace_choices(options: Options, machine: Machine, recipe: Recipe, progress: 
 
     task = Task(machine, recipe, options.schedule, options.gap, options.work_limit or DEFAULT_WORK)
     planner = SizePlanner(among, task, traced.graphs, traced.refusals, traced.recorded, record, progress)
-    return planner, f"{len(traced.graphs)} sizes{traced.note and '; '}{traced.note}"
+    any_graph = next(iter(traced.graphs.values()), None)
+    notes = () if any_graph is None else attention_note(replace(options.recording, flash=flash), any_graph)
+    return planner, "; ".join((f"{len(traced.graphs)} sizes", *([traced.note] if traced.note else []), *notes))
 
 
 class SizePlanner:

@@ -14,6 +14,7 @@ from mpress.machine import Device, load_machine
 from mpress.modes import build_workload
 from mpress.recipe import Optimizer, Precision, Recipe
 from mpress.trace.record import trace
+from mpress.trace.semantics import Semantics
 from mpress.units import Bytes, BytesPerSecond, Flops
 
 DEVICE = Device(Bytes(2**30), (("float32", 100.0),), BytesPerSecond(10.0), 0.5, 0.25)
@@ -60,7 +61,7 @@ def single_gpu(batch: int, hidden: int, layers: int, heads: int) -> float:
         "vocabulary": "50688",
         "dropout": "0.1",
     }
-    graph = trace(GPT, model_args=arguments, micro_batch=batch, precision="fp16")
+    graph = trace(GPT, model_args=arguments, micro_batch=batch, precision="fp16", semantics=Semantics(flash=False))
     machine, recipe = load_machine("dgx1-v100-32gb", gpus=1), Recipe(Precision.FP16, Optimizer.ADAMW)
     workload, _ = build_workload(graph, fold(graph), machine, recipe)
     seconds = workload.optimizer_seconds_per_element * sum(parameter.elements for parameter in graph.parameters)

@@ -30,6 +30,10 @@ def test_the_cube_mesh_has_twelve_pairs_without_a_link() -> None:
     assert "bfloat16" not in dict(machine.devices[0].peak_flops)
 
 
+def test_flash_attention_needs_compute_capability_8() -> None:
+    assert [load_machine(name, gpus=1).devices[0].flash_attention for name in KNOWN] == [True, True, False, True]
+
+
 def test_the_first_gpus_are_taken_and_the_reserve_kept() -> None:
     machine = load_machine("dgx-a100-40gb", gpus=3, reserve=0.1)
     assert [members for members, _ in machine.uplinks] == [(0, 1), (2,)]
@@ -52,6 +56,7 @@ def test_a_path_reads_the_same(name: str) -> None:
         ("[0, 1], [2, 3]", "[0, 1], [1, 3]", "host.uplink_groups"),
         ("devices = 8", "devices = 0", "devices"),
         ("uplink_groups =", "uplink_group =", "host.uplink_groups"),
+        ("flash_attention = { value = true,", "flash_attention = { value = 1,", "device.flash_attention.value"),
         ("efficiency = { value = 0.55", "efficiency = { value = 55", "device.efficiency"),
     ],
 )

@@ -54,6 +54,7 @@ def attend(
     dtype: torch.dtype = BF16,
     *,
     asked: Attention = Attention.AUTO,
+    flash: bool = True,
     head: int = 16,
     value: int = 0,
     heads: tuple[int, int] = (4, 4),
@@ -65,7 +66,7 @@ def attend(
     **keywords: Any,
 ) -> str:
     """The kernel that one attention, forward and backward, runs."""
-    with gpu_semantics(True, Semantics(attention=asked)), FakeTensorMode():
+    with gpu_semantics(True, Semantics(attention=asked, flash=flash)), FakeTensorMode():
         sizes = ((2, heads[0], lengths[0], head), (2, heads[1], lengths[1], head), (2, heads[1], lengths[1], value or head))
         q, k, v = (torch.empty(size, dtype=dtype, requires_grad=True) for size in sizes)
         bias = None if mask is None else torch.empty(mask, dtype=mask_dtype, requires_grad=learned)
@@ -104,6 +105,9 @@ def attend(
         ("math", {"dtype": FP32, "heads": (4, 2), "enable_gqa": True, "dropout_p": 0.1}),
         ("math", {"asked": Attention.MATH}),
         ("efficient", {"asked": Attention.EFFICIENT}),
+        ("efficient", {"flash": False}),
+        ("math", {"flash": False, "head": 12}),
+        ("math", {"flash": False, "heads": (4, 2), "enable_gqa": True}),
     ],
 )
 def test_the_kernel_is_the_one_cuda_would_run(wanted: str, how: dict[str, Any]) -> None:
@@ -117,6 +121,7 @@ def test_the_kernel_is_the_one_cuda_would_run(wanted: str, how: dict[str, Any]) 
         (Attention.FLASH, {"mask": (8, 8)}, "no mask"),
         (Attention.FLASH, {"head": 264}, "at most 256, they are 264, 264 and 264"),
         (Attention.FLASH, {"lengths": (8, 5), "is_causal": True}, "causal attention of 8 queries to 5 keys"),
+        (Attention.FLASH, {"flash": False}, "these GPUs have none"),
         (Attention.EFFICIENT, {"head": 12}, "multiples of 8, they are 12"),
         (Attention.EFFICIENT, {"dtype": torch.float64}, "the tensors are float64"),
         (Attention.EFFICIENT, {"heads": (4, 2), "enable_gqa": True}, "as many heads"),

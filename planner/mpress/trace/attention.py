@@ -1,8 +1,8 @@
 """Which kernel scaled_dot_product_attention runs on a GPU, and the call of that kernel on fake CPU tensors.
 
-The rules are those of torch's dispatch for compute capability 8.0 and newer (A100, H100), without cuDNN's kernel: flash, else efficient,
-else math, each only where its constraints hold and the user has not disabled it (torch.nn.attention.sdpa_kernel).  What torch does around
-the kernels is done here in the same operators: bool masks become a bias, head dimensions and biases are padded to the alignment.
+The rules are those of torch's dispatch, without cuDNN's kernel: flash (compute capability 8.0 and newer: A100, H100, not V100), else
+efficient, else math, each only where its constraints hold and the user has not disabled it (torch.nn.attention.sdpa_kernel).  What torch
+does around the kernels is done here in the same operators: bool masks become a bias, head dimensions and biases are padded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _BIAS_ALIGNMENT = 8
 
 def attention(
     asked: Attention,
+    has_flash: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -35,13 +36,13 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention by the kernel asked for, AUTO: the one torch would choose.
+    """scaled_dot_product_attention by the kernel asked for, AUTO: the one torch would choose; without `has_flash` there is no flash kernel.
 
     Raises InputError("attention") where the kernel asked for cannot take the tensors.
     """
     if attn_mask is not None and is_causal:
         raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
-    kernel = _choose(asked, query, key, value, attn_mask, is_causal, enable_gqa)
+    kernel = _choose(asked, has_flash, query, key, value, attn_mask, is_causal, enable_gqa)
     result: torch.Tensor
     if kernel is Attention.FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -88,6 +89,7 @@ def _wants_gradient(*tensors: torch.Tensor) -> bool:
 
 def _choose(
     asked: Attention,
+    has_flash: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -98,7 +100,7 @@ def _choose(
     if asked is Attention.MATH:
         return asked
     obstacles = {
-        Attention.FLASH: _flash_obstacle(query, key, value, mask, causal, grouped),
+        Attention.FLASH: _flash_obstacle(query, key, value, mask, causal, grouped) if has_flash else "these GPUs have none",
         Attention.EFFICIENT: _efficient_obstacle(query, key, value, grouped),
     }
     if asked is not Attention.AUTO:

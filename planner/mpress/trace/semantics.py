@@ -40,10 +40,11 @@ _STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default,
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
-    """What a trace shows: the view, and the attention kernel of the CUDA view."""
+    """What a trace shows: the view, and the attention kernel of the CUDA view.  flash: the GPU has a flash kernel."""
 
     view: View = View.CUDA
     attention: Attention = Attention.AUTO
+    flash: bool = True
 
 
 _active: list[Semantics] = []
@@ -58,7 +59,7 @@ def gpu_semantics(tracing: bool, semantics: Semantics = Semantics()) -> Iterator
             if tracing and semantics.view is View.CUDA:
                 _active.append(semantics)
                 cleanup.callback(_active.pop)
-                cleanup.enter_context(_operators(semantics.attention))
+                cleanup.enter_context(_operators(semantics))
                 cleanup.enter_context(cuda_rules())
                 cleanup.enter_context(_wide_statistics())
                 cleanup.callback(_C._set_mkldnn_enabled, _C._get_mkldnn_enabled())
@@ -67,12 +68,12 @@ def gpu_semantics(tracing: bool, semantics: Semantics = Semantics()) -> Iterator
 
 
 @contextmanager
-def _operators(asked: Attention) -> Iterator[None]:
+def _operators(semantics: Semantics) -> Iterator[None]:
     """Install attention and dropout."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
         if isinstance(query, FakeTensor):
-            return attention(asked, query, key, value, *rest, **keywords)
+            return attention(semantics.attention, semantics.flash, query, key, value, *rest, **keywords)
         return _aten.scaled_dot_product_attention.default._op_dk(_COMPOSITE, query, key, value, *rest, **keywords)
 
     library = _library("aten", "IMPL")
