@@ -6,21 +6,25 @@ import ast
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
+import torch
 
 from mpress.cells import Chain
 from mpress.emit.cell_code import cell_functions
+from mpress.emit.expressions import Expressions
 from mpress.emit.fingerprint import fingerprint
 from mpress.emit.names import RUNTIME, LocalNames, identifier, parameter_name
 from mpress.emit.stage_code import runs
 from mpress.errors import InputError
 from mpress.fold import fold
-from mpress.graph import Graph
+from mpress.graph import Graph, reads
 from mpress.lines import build_program
 from mpress.plan import StagePlan
 from mpress.trace.record import trace
-from tiny_models import GPT, gpt_args
+from tiny_models import GPT, gpt_args, write_model
+from tiny_plans import emit_model
 
 
 @cache
@@ -37,6 +41,57 @@ def recorded(layers: int = 5) -> tuple[Graph, Chain]:
 def test_identifiers_shadow_nothing(text: str, name: str) -> None:
     assert identifier(text) == name
     assert name.isidentifier()
+
+
+FACTORIES = """import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("place", torch.arange(8, device="cpu") * torch.ones(8))
+
+    def forward(self, x):
+        y = self.a(x) + self.place + torch.arange(8) + torch.zeros(8) + torch.full((8,), 2.0) + torch.tensor([1.0] * 8) + torch.eye(8)[0]
+        y = y + torch.linspace(0, 1, 8) + torch.linspace(torch.tensor(0.0), torch.tensor(1.0), 8) + torch.rand(8) + torch.randint(3, (8,))
+        y = y + torch.randperm(8) + torch.normal(0.0, 1.0, (8,)) + torch.empty(8).fill_(2) + torch.hann_window(8)
+        y = y + torch.tril_indices(4, 2)[0, 0]
+        y = y + torch.scalar_tensor(2.0) + torch.arange(8, device="cpu").to("cpu", torch.float64).to(y)
+        return (y + torch.ones_like(y, device="cpu") + y.new_zeros(8, device="cpu")).square().mean()
+
+def build_model():
+    return Net()
+
+def example_inputs(batch=1):
+    return (torch.randn(batch, 8),)
+"""
+
+
+def test_what_the_forward_makes_is_made_on_the_stages_device(tmp_path: Path) -> None:
+    """Whatever device was recorded: a recording of fake tensors says cpu or, from another front end, nothing."""
+    graph = trace(write_model(tmp_path, FACTORIES), model_args={}, micro_batch=2, precision="fp32")
+    silent = replace(graph, ops=tuple(replace(op, kwargs=tuple(pair for pair in op.kwargs if pair[0] != "device")) for op in graph.ops))
+    makers = {"arange", "zeros", "full", "eye", "linspace", "rand", "randint", "randperm", "normal", "empty", "hann_window", "tril_indices"}
+    for one in (graph, silent):
+        chain = fold(one)
+        written = [Expressions(one, cell, LocalNames(one, cell)) for cell in chain.cells]
+        calls = {
+            i: text.call(one.ops[i]) for text, cell in zip(written, chain.cells, strict=True) for i in cell.forward if not one.ops[i].view
+        }
+        fresh = {one.ops[i].name: text for i, text in calls.items() if not reads(one.ops[i]) or one.ops[i].name == "linspace"}
+        assert makers | {"literal", "scalar_tensor"} <= fresh.keys()
+        assert all("device=c.device" in text for text in fresh.values()), fresh
+        assert not any("cpu" in text for text in calls.values())
+    copies = [text for text in calls.values() if "_to_copy" in text]
+    assert copies and not any("device" in text for text in copies)  # where nothing is recorded a copy stays where its source is
+
+
+def test_a_buffers_first_value_is_made_without_a_stage(tmp_path: Path) -> None:
+    """There is no stage yet, so no device of one: what runs while a module is loaded names none."""
+    emitted = emit_model(tmp_path, write_model(tmp_path, FACTORIES), {}, "keep", 1, 1)
+    _, _, make, _ = emitted.program.STAGES[0].BUFFERS["place"]
+    assert make is not None and torch.equal(make(), torch.arange(8.0))
 
 
 def test_every_stage_bears_the_users_name_of_a_tied_parameter() -> None:

@@ -168,7 +168,7 @@ def _body(graph: Graph, chain: Chain, ops: tuple[Op, ...], result: int) -> list[
         gradient_outputs=(), contributions=(),
     )  # fmt: skip
     names = LocalNames(setup, cell)
-    expressions = Expressions(setup, cell, names)
+    expressions = Expressions(setup, cell, names, device="")
     value = expressions.tensor(result)
     computed = [op for op in ops if not op.view]
     lines: list[str] = []

@@ -10,21 +10,25 @@ from mpress.dataflow import alias_source
 from mpress.emit.forms import KERNELS, keyed_overload
 from mpress.emit.names import LocalNames, parameter_name, relative
 from mpress.errors import InputError
-from mpress.graph import Argument, Buffer, Graph, Kind, Name, Op, Parameter, Ref
+from mpress.graph import Argument, Buffer, Graph, Kind, Name, Op, Parameter, Ref, reads
 
 _PARTS = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}  # dtype of the parts of complex numbers
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _METHODS = frozenset(
     {"view", "t", "transpose", "permute", "expand", "split", "chunk", "unbind", "unsqueeze", "squeeze", "select", "detach"}
 )
+_ON_DEFAULT = frozenset({"linspace", "logspace"})  # on the default device even where their ends are tensors
 _LAST_VIEW = re.compile(r"\.view\(\([\d, ]*\)\)$")
 
 
 class Expressions:
-    """Writes the operators of one cell; `names` are its locals."""
+    """Writes the operators of one cell; `names` are its locals.
 
-    def __init__(self, graph: Graph, cell: Cell, names: LocalNames) -> None:
-        self._graph, self._cell, self._names = graph, cell, names
+    device: where tensors are made, "" for code that runs on the CPU.  The recorded device says nothing: a trace runs on fake tensors.
+    """
+
+    def __init__(self, graph: Graph, cell: Cell, names: LocalNames, device: str = "c.device") -> None:
+        self._graph, self._cell, self._names, self._device = graph, cell, names, device
         self._maker: dict[int, Op] = {}
         for index in (*cell.forward, *cell.backward):
             for tensor in graph.ops[index].outputs:
@@ -101,7 +105,11 @@ class Expressions:
         return text if len(shape) < 2 else f"{text}.view({self._argument(shape)})"
 
     def _keywords(self, op: Op) -> list[str]:
-        return [f"{key}={self._argument(value)}" for key, value in op.kwargs if not _left_out(key, value)]
+        given = {key: self._argument(value) for key, value in op.kwargs if not _left_out(key, value) and key != "device"}
+        recorded = dict(op.kwargs).get("device") is not None  # of a tensor made like another: _to_copy, ones_like, new_zeros
+        if self._device and (recorded or op.name in _ON_DEFAULT or not reads(op)):
+            given["device"] = self._device
+        return [f"{key}={given[key]}" for key in sorted(given)]
 
     def _view(self, op: Op, tensor: int) -> str:
         name = {"_unsafe_view": "view", "alias": "detach"}.get(op.name, op.name)
@@ -137,7 +145,7 @@ class Expressions:
         if isinstance(value, Ref):
             return self.tensor(value.tensor)
         if isinstance(value, Name):
-            return {"device": "c.device", "complex": value.value}.get(value.group, f"torch.{value.value}")
+            return {"device": self._device or '"cpu"', "complex": value.value}.get(value.group, f"torch.{value.value}")
         if isinstance(value, tuple) and any(isinstance(item, Ref) for item in value):
             return f"[{', '.join(self._argument(item) for item in value)}]"
         if isinstance(value, tuple):
