@@ -297,6 +297,25 @@ def test_a_model_that_does_not_repeat_itself_is_refused(tmp_path: Path, kind: st
     assert expected in str(error.where)
 
 
+WORLDLY = {  # top, constructor, line of the forward
+    "a literal of the file and a view of it": ("G = torch.arange(4.0)", "pass", "x = (x * G.view(2, 2).flatten()).sin() * G[:2].repeat(2)"),
+    "a literal of the file that is a view": ("G = torch.arange(8.0).view(2, 4).t()", "pass", "x = (x * G[:4, 0]).sin() @ G @ G.t()"),
+    "a hook reads a literal": ("G = torch.arange(4.0)", "self.b.weight.register_hook(lambda g: g * G)", "x = x.sin()"),
+    "a hook adds up, as the engine does": ("", "self.b.weight.register_hook(lambda g: g + g)", "x = self.b(x) + x"),
+    "a hook writes": ("", "self.b.weight.register_hook(lambda g: g.clone().mul_(2) + g)", "x = self.b(x).sin()"),
+    "kernels that leave their workspace": (
+        "", "self.m = nn.EmbeddingBag(9, 4)", "x = x * self.m(torch.arange(6).view(2, 3)).sum() + F.unfold(x.view(1, 1, -1, 4), 2).mean()"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WORLDLY)
+def test_what_is_there_before_the_step_and_what_hooks_do_is_proven(tmp_path: Path, kind: str) -> None:
+    top, init, line = WORLDLY[kind]
+    body = _NET.format(line=line).replace("self.calls = 0", init)
+    assert proven(write_model(tmp_path, f"{top}\n{body}")).verdict is Verdict.PROVEN
+
+
 def test_python_s_generator_is_left_as_it_was(tmp_path: Path) -> None:
     import random
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph as autograd_graph
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +29,11 @@ from mpress.trace.source import NOWHERE, current_source, entry
 
 _ACCUMULATE = 2**64 - 1  # the sequence number of AccumulateGrad nodes
 _UNWRITTEN = ("aten.empty", "aten.new_empty")  # operators whose results hold what nobody wrote
+# the CPU's kernels work in more memory than the result takes and leave it in the result's storage; fake tensors and GPUs do not
+_ROOMY = ("aten._embedding_bag.default", "aten.col2im.default")
+_LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")
+_LITERAL = _LIFTS[0]  # what a tensor from before the step is listed as: a graph makes it there from Python values
+_ENGINE_CODE = autograd_graph._engine_run_backward.__code__
 _NOTHING = ("aten.detach.default", "aten._local_scalar_dense.default")  # the same value again; a number for Python
 _engine: Any = torch.autograd  # private functions, absent from torch's stubs
 Digests = tuple[bytes, ...]
@@ -72,6 +79,7 @@ class _Memory:
     maker: Maker
     backward: bool
     unwritten: bool  # nobody has filled it when it is made
+    slack: int = 0  # bytes of the storage that are not counted
 
 
 class _Held:
@@ -234,12 +242,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        number, target = len(self._ran), str(func)
+        target = str(func)
+        if target not in _LIFTS:  # their operand is what Python has just made
+            self._meet(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        number = len(self._ran)
         node = torch._C._current_autograd_node() if self._backward else None
         sequence = node._sequence_nr() if node is not None else -1
-        counted = target not in _NOTHING and sequence != _ACCUMULATE
+        direct = sys._getframe(1).f_code is _ENGINE_CODE  # not from a hook of the user's
+        counted = target not in _NOTHING and not (sequence == _ACCUMULATE and direct)
         operands = [self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] if self._backward else []
-        adding = self._adding(target, args, kwargs)
+        adding = direct and self._adding(target, args, kwargs)
         if counted:
             self._uses.update(operands)
         if not self._backward:
@@ -249,7 +261,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         made = 0
         for item in items:
             if isinstance(item, torch.Tensor):
-                made += self._follow(item, (number, made), target.startswith(_UNWRITTEN))
+                made += self._follow(item, (number, made), target.startswith(_UNWRITTEN), target in _ROOMY)
         self._peak = max(self._peak, self._bytes)
         if self._unlisted:
             return result
@@ -267,6 +279,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         if self._python_draw is None and not self._backward and random.getstate() != self._python_state:
             self._python_draw = self._ran[-1]
         return result
+
+    def _meet(self, operands: Iterable[torch.Tensor]) -> None:
+        """Tensors that were there before the step and are neither state nor inputs; their memory is not the step's."""
+        for tensor in operands:
+            address = tensor.untyped_storage()._cdata
+            if self._unlisted or address in self._known or address in self._memories:
+                continue
+            self._memories[address] = _Memory(tensor.untyped_storage().nbytes(), (len(self._ran), 0), self._backward, False)
+            weakref.finalize(tensor.untyped_storage(), self._memories.pop, address)
+            self._ran.append(Ran(_LITERAL, (digest(tensor),), self._backward, self._stack[-1], current_source(), self._bytes))
 
     def _note_nodes(self, call: int) -> None:
         """The autograd nodes made since the last call belong to this one."""
@@ -293,7 +315,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         return memory is None or not memory.unwritten
 
-    def _follow(self, tensor: torch.Tensor, maker: Maker, unwritten: bool) -> bool:
+    def _follow(self, tensor: torch.Tensor, maker: Maker, unwritten: bool, roomy: bool) -> bool:
         """Count the memory of a result; whether it is new."""
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -302,12 +324,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         memory = self._memories.get(address)
         if memory is None:
             seed = self._unlisted  # made between the forward and the backward
-            self._memories[address] = _Memory(storage.nbytes(), (-2, 0) if seed else maker, self._backward or seed, unwritten)
-            self._bytes += storage.nbytes()
+            slack = storage.nbytes() - tensor.numel() * tensor.element_size() if roomy else 0
+            size = storage.nbytes() - slack
+            self._memories[address] = _Memory(size, (-2, 0) if seed else maker, self._backward or seed, unwritten, slack)
+            self._bytes += size
             weakref.finalize(storage, self._freed, address)
             return True
-        self._bytes += storage.nbytes() - memory.bytes  # resized
-        memory.bytes = storage.nbytes()
+        size = storage.nbytes() - memory.slack
+        self._bytes += size - memory.bytes  # resized
+        memory.bytes = size
         return False
 
     def _freed(self, address: int) -> None:
