@@ -43,19 +43,19 @@ def check_program(program: Program, schedule: ScheduleFile, world: int | None) -
 
 
 def declared(program: Program, index: int) -> tuple[Declared, ...]:
-    """The parameters of a stage in its order; the names of a tied one begin with the name in this stage."""
-    result = []
+    """The parameters of a stage in its order, each once however many of its names the stage uses; the first of them comes first."""
+    found: dict[str, Declared] = {}
     for name, shape in program.STAGES[index].PARAMS.items():
         tie = next((group for group in program.ALIASES if name in group), (name,))
         names = (name, *(alias for alias in tie if alias != name))
         dtype = getattr(torch, program.DTYPES.get(name, program.DTYPE))
         trainable = not any(alias in program.FROZEN for alias in names)
-        result.append(Declared(names, tie[0], tuple(shape), dtype, trainable))
-    return tuple(result)
+        found.setdefault(tie[0], Declared(names, tie[0], tuple(shape), dtype, trainable))
+    return tuple(found.values())
 
 
 def held(program: Program, index: int) -> tuple[Held, ...]:
-    """The buffers of a stage in its order; names as in `declared`, each buffer once however many of its names the stage uses."""
+    """The buffers of a stage in its order; see `declared`."""
     return _held(program, program.STAGES[index].BUFFERS)
 
 
