@@ -182,6 +182,42 @@ def build_model():
 def example_inputs(batch=1):
     return {"x": torch.randn(batch, 6, 16)}
 """,
+    "equal blocks that draw in their own forward": """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(16, 16)
+    def forward(self, x):
+        return x + F.dropout(torch.relu(self.f(x)), 0.3, self.training) * torch.rand_like(x)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+def build_model():
+    return Net()
+def example_inputs(batch=1):
+    return {"x": torch.randn(batch, 16)}
+""",
+    "a penalty on gradients, differentiated twice": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        x = self.c(x)
+        inside = x.clone().requires_grad_(True)
+        out = self.b(torch.tanh(self.a(inside)))
+        slope, = torch.autograd.grad(out.pow(2).sum(), inside, create_graph=True)
+        return (slope ** 2).mean() + out.mean()
+def build_model():
+    return Net()
+def example_inputs(batch=1):
+    return {"x": torch.randn(batch, 8)}
+""",
     "frozen first blocks": """
 class Net(nn.Module):
     def __init__(self):

@@ -113,7 +113,7 @@ class _Writer:
             stop += 1
         op = self.graph.ops[line.op]
         call = self.expressions.call(op)
-        if value != name and not call.endswith(")"):
+        if value != name and not one_call(call):
             call = f"({call})"
         written = statement(f"{self._gradient(contribution)} += ", call, value[len(name) :], op.source.place())
         return written + self._line(Line(Verb.DELETE, -1, tuple(dead))), stop
@@ -155,10 +155,26 @@ class _Writer:
         return statement(target, text, "", comment)
 
 
+def one_call(text: str) -> bool:
+    """Whether the text is a single call, `f(...)`: views may follow it as they are, and it may be broken at its commas.
+
+    "a.t() + b.t()" ends in a bracket too, but is none.
+    """
+    head, bracket, rest = text.partition("(")
+    if not bracket or not head.replace(".", "").replace("_", "").isalnum():
+        return False
+    depth = 1
+    for place, character in enumerate(rest):
+        depth += (character in "([") - (character in ")]")
+        if depth == 0:
+            return place == len(rest) - 1
+    return False
+
+
 def statement(target: str, text: str, views: str, comment: str) -> list[str]:
     """`target text views`, broken at the arguments of the call where it is too long."""
     whole = f"    {target}{text}{views}"
-    if len(whole) <= WIDTH - 4 or not text.endswith(")"):
+    if len(whole) <= WIDTH - 4 or not one_call(text):
         return [_commented(whole, comment)]
     head, _, inner = text.partition("(")
     return _call(f"    {target}{head}(", _split_arguments(inner[:-1]), f"){views}", comment)

@@ -87,8 +87,11 @@ class Expressions:
         return f"({text})" if " " in text.split("(")[0] else text
 
     def _key(self, op: Op) -> str:
-        below = op.random_key.startswith(self._cell.prefix)
-        return f'p.key("{relative(op.random_key, self._cell.prefix)}")' if below else f'"{op.random_key}"'
+        prefix = self._cell.prefix
+        if prefix and op.random_key.startswith(f"{prefix[:-1]}#"):  # the block itself draws: "h.3#0" is "#0" of "h.3"
+            return f'p.key("{op.random_key[len(prefix) - 1 :]}")'
+        below = op.random_key.startswith(prefix)
+        return f'p.key("{relative(op.random_key, prefix)}")' if below else f'"{op.random_key}"'
 
     def _generator(self, op: Op) -> str:
         return f"generator=keyed(c, {self._key(op)})"

@@ -173,8 +173,8 @@ class View:
         return self._values[name] if value is None else value
 
     def key(self, draw: str) -> str:
-        """ "drop#0" below "h.3" is "h.3.drop#0"."""
-        return self._prefix + draw
+        """ "drop#0" below "h.3" is "h.3.drop#0", and its own draw "#0" is "h.3#0"."""
+        return self._prefix[:-1] + draw if draw.startswith("#") else self._prefix + draw
 
     @property
     def grad(self) -> Gradients:
