@@ -133,3 +133,31 @@ def test_errors_of_the_model_leave_no_traceback(tmp_path: Path, capfd: pytest.Ca
 def test_unused_parameter_is_named(tmp_path: Path) -> None:
     error = _refusal(_net(tmp_path, "return F.linear(x, self.a.weight)"))
     assert error.code == "no-gradient" and error.where == "a.bias"
+
+
+def test_an_input_that_hides_tensors_is_refused(tmp_path: Path) -> None:
+    """Its tensors would become constants, and every micro-batch would train on the example's values."""
+    body = """
+from dataclasses import dataclass
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        return self.f(batch.x).square().mean()
+
+def build_model():
+    return Net()
+
+def example_inputs(batch=1):
+    return (Batch(torch.randn(batch, 4)),)
+"""
+    with pytest.raises(InputError) as caught:
+        trace(write_model(tmp_path, body), model_args={}, micro_batch=2, precision="fp32")
+    assert caught.value.code == "model-file" and "Batch" in caught.value.message and "dict" in caught.value.hint

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mpress.errors import InputError, MpressError
 from mpress.trace.construction import Construction, Values
@@ -189,11 +190,24 @@ def build_for_real(model: ModelFile) -> nn.Module:
     return module.train()
 
 
+def _holds_tensors(value: Any) -> bool:
+    """An object, no tensor itself, with a tensor among its attributes."""
+    if isinstance(value, torch.Tensor):
+        return False
+    names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__dataclass_fields__", {})]
+    return any(isinstance(getattr(value, name, None), torch.Tensor) for name in names)
+
+
 def example_inputs(model: ModelFile, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the user's example_inputs(batch=...) for real, on CPU; returns positional and keyword arguments of the forward."""
     arguments = {**_accepted(model.inputs, model.arguments), "batch": batch}
     with fence(model.folder / model.file):
         made = _call(model, "example_inputs", model.inputs, arguments)
+    for leaf in tree_leaves(made):
+        if _holds_tensors(leaf):  # its tensors would be taken for constants of the model
+            what = f"example_inputs hands over a {type(leaf).__name__} that holds tensors; only tuples, lists and dicts are looked into"
+            hint = "pass its tensors as arguments of their own, or make a dict or a NamedTuple of it"
+            raise InputError("model-file", what, model.file, hint)
     if isinstance(made, Mapping):
         return (), dict(made)
     if isinstance(made, tuple | list):
