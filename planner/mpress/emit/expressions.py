@@ -17,6 +17,14 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _METHODS = frozenset(
     {"view", "t", "transpose", "permute", "expand", "split", "chunk", "unbind", "unsqueeze", "squeeze", "select", "detach"}
 )
+# What makes a tensor from numbers.  Not "whatever reads no tensor": a backward may conjugate a number, and that takes no device.
+_FACTORIES = frozenset(
+    {
+        *("_efficientzerotensor", "arange", "bartlett_window", "blackman_window", "empty", "empty_permuted", "empty_strided", "eye"),
+        *("fft_fftfreq", "fft_rfftfreq", "full", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal"),
+        *("ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tril_indices", "triu_indices", "zeros"),
+    }
+)
 _ON_DEFAULT = frozenset({"linspace", "logspace"})  # on the default device even where their ends are tensors
 _LAST_VIEW = re.compile(r"\.view\(\([\d, ]*\)\)$")
 
@@ -110,7 +118,7 @@ class Expressions:
     def _keywords(self, op: Op) -> list[str]:
         given = {key: self._argument(value) for key, value in op.kwargs if not _left_out(key, value) and key != "device"}
         recorded = dict(op.kwargs).get("device") is not None  # of a tensor made like another: _to_copy, ones_like, new_zeros
-        if self._device and (recorded or op.name in _ON_DEFAULT or not reads(op)):
+        if self._device and (recorded or op.name in _ON_DEFAULT or (op.name in _FACTORIES and not reads(op))):
             given["device"] = self._device
         return [f"{key}={given[key]}" for key in sorted(given)]
 
