@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mpress.emit.actions import ActionReport
+from mpress.emit.crossings import Crossing, CutReport
 from mpress.emit.report import InputReport, Report, StageReport, StripeReport, TieReport
 from mpress.plan import HOST
-from mpress.units import GIB, Bytes, Seconds
+from mpress.units import GIB, MIB, Bytes, Seconds
 
 
 def stage(index: int, plain: float) -> StageReport:
@@ -39,6 +40,13 @@ def stage(index: int, plain: float) -> StageReport:
     )
 
 
+def cut(after: int) -> CutReport:
+    """A block's sum, and a mask from the first stage that stages 1 to 3 hand on and stage 4 reads."""
+    block = Crossing(f"h.{after * 9 + 8} add", (1, 2048, 5120), "bfloat16", Bytes(20 * MIB), Bytes(20 * MIB), after, False)
+    mask = Crossing("mask le", (2048, 2048), "bool", Bytes(4 * MIB), Bytes(0), 0, passed=after > 0)
+    return CutReport(after, (block, mask) if after < 4 else (block,))
+
+
 def report() -> Report:
     return Report(
         model="gpt",
@@ -66,6 +74,7 @@ def report() -> Report:
         solver="scip",
         iterations=1,
         stages=tuple(stage(s, 60.0 if s < 2 else 30.0) for s in range(8)),
+        cuts=tuple(cut(s) for s in range(7)),
         actions=(
             ActionReport("mlp.c_fc addmm", "keep", 75, Bytes(75 * GIB // 64), Bytes(75 * GIB // 16), Seconds(0.0)),
             ActionReport("mlp gelu", "recompute", 20, Bytes(20 * GIB // 64), Bytes(20 * GIB // 16), Seconds(3.1)),

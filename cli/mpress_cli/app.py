@@ -136,7 +136,8 @@ def plan_command(
     """Plan the training of a PyTorch model on several GPUs, without a GPU, and write the plan as a runnable program.
 
     MODEL.py is your file, or the config.json of a transformers model.  Two files are written: MODEL_mpress.py (run it with torchrun)
-    and MODEL.schedule.json.
+    and MODEL.schedule.json.  example_inputs() may be a dict of keyword arguments; None, True and numbers in it are fixed in the plan.
+    Of what the forward returns only the loss is kept.
 
     `mpress-plan trace MODEL.py -o graph.json` records a model; `mpress-plan graph.json --gpus N` plans it (schedule file only).
     `mpress-plan trace --help` says more.

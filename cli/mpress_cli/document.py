@@ -9,6 +9,7 @@ from mpress.emit.report import Report, StageReport
 from mpress.intake import Traced
 from mpress.plan import HOST
 from mpress_cli.console import SCHEMA_VERSION, Json
+from mpress_cli.cut_table import cut_documents
 from mpress_cli.size_table import size_documents
 
 
@@ -51,6 +52,7 @@ def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, 
         "no_module": report.no_module or None,
         "schedule": {"name": report.schedule, "micro_batch": report.micro_batch, "micro_batches": report.micro_batches},
         "stages": [_stage_document(stage) for stage in report.stages],
+        "cuts": cut_documents(report.cuts),
         "actions": actions,
         "kinds": [
             {

@@ -12,9 +12,10 @@ from mpress.emit.actions import ACTIONS, ActionReport
 from mpress.emit.report import Report
 from mpress.intake import Traced
 from mpress.plan import HOST
-from mpress.units import GIB, MIB, gib
+from mpress.units import gib
+from mpress_cli.cut_table import cut_table
 from mpress_cli.size_table import size_table
-from mpress_cli.words import assumption_lines, checkpoint_words, count, proof_words, rounds, seconds, shape, shape_words, tie_lines
+from mpress_cli.words import assumption_lines, checkpoint_words, count, proof_words, rounds, scale, seconds, shape, shape_words, tie_lines
 
 WORDS = {"keep": "keep", "recompute": "recompute", "swap_host": "swap to host", "swap_d2d": "swap to GPUs"}
 CAUSE_COLUMNS = ("weights", "gradients", "optimizer", "activations", "foreign stripes")
@@ -25,7 +26,10 @@ MAX_KINDS = 5  # rows of tensor kinds per action; the rest is summed
 
 def screen(report: Report, files: tuple[str, ...], timings: Mapping[str, float]) -> Group:
     """The whole screen of a plan, readable at 80 columns and without colour."""
-    parts: list[RenderableType] = [heading(report), memory_table(report), cause_table(report), stage_table(report), action_table(report)]
+    parts: list[RenderableType] = [heading(report), memory_table(report), cause_table(report), stage_table(report)]
+    if report.cuts:
+        parts.append(cut_table(report))
+    parts.append(action_table(report))
     if any(row.to_gpu != HOST for row in report.stripes):
         parts.append(stripe_matrix(report))
     if report.sizes:
@@ -71,7 +75,7 @@ def traced_screen(traced: Traced) -> Group:
 
 def memory_table(report: Report) -> Table:
     """What plain pipelining would need beside what the plan needs, GPU by GPU."""
-    size, unit = _scale(max(max(s.unplanned_peak_bytes, s.peak_bytes) for s in report.stages))
+    size, unit = scale(max(max(s.unplanned_peak_bytes, s.peak_bytes) for s in report.stages))
     table = _table(f"Peak memory per GPU, {unit}", "GPU", f"plain {report.schedule}", "planned", "usable", "free", "at step")
     for stage in report.stages:
         over = stage.unplanned_peak_bytes > stage.usable_bytes
@@ -90,7 +94,7 @@ def memory_table(report: Report) -> Table:
 
 def cause_table(report: Report) -> Group:
     """The planned peak by cause, and how many micro-batches the activations are of."""
-    size, unit = _scale(max(s.peak_bytes for s in report.stages))
+    size, unit = scale(max(s.peak_bytes for s in report.stages))
     heads = [SHORT.get(cause, cause) for cause in CAUSE_COLUMNS]
     table = _table(f"Planned peak by cause, {unit}", "GPU", *heads, "in flight", "working", "reserve")
     for stage in report.stages:
@@ -118,7 +122,7 @@ def stage_table(report: Report) -> Table:
 
 def action_table(report: Report) -> Group:
     """Actions by kind of tensor: what stays, and what each way of making room moves off the GPUs."""
-    size, unit = _scale(max((row.held_bytes for row in report.actions), default=0))
+    size, unit = scale(max((row.held_bytes for row in report.actions), default=0))
     table = Table(
         title=f"Actions ({unit} over all micro-batches in flight)", title_justify="left", title_style="bold", box=None, pad_edge=False
     )
@@ -153,7 +157,7 @@ def _seconds_of(rows: Sequence[ActionReport]) -> str:
 def stripe_matrix(report: Report) -> Group:
     """Who parks how much where: a matrix of stripes per step, and how busy the busiest links are."""
     rows = [row for row in report.stripes if row.to_gpu != HOST]
-    size, unit = _scale(max(row.bytes for row in rows))
+    size, unit = scale(max(row.bytes for row in rows))
     title = Text(f"D2D swap from -> to, {unit} per step one way (the same comes back)", style="bold")
     targets = sorted({row.to_gpu for row in rows})
     if len(targets) <= MATRIX_GPUS:
@@ -191,14 +195,6 @@ def summary(report: Report, files: tuple[str, ...], timings: Mapping[str, float]
 def _named(name: str, lines: Sequence[str]) -> list[Table]:
     """Lines under one name."""
     return [_line(name if index == 0 else "", words) for index, words in enumerate(lines)]
-
-
-def _scale(largest: int) -> tuple[int, str]:
-    """One unit for a whole table."""
-    for factor, unit in ((GIB, "GiB"), (MIB, "MiB")):
-        if largest >= 0.5 * factor:
-            return factor, unit
-    return 1024, "KiB"
 
 
 def _table(title: str, *heads: str) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpress.emit.report import InputReport, Report, TieReport
-from mpress.units import gib
+from mpress.units import GIB, MIB, gib
 
 MOST_ASSUMPTIONS = 5
 MOST_TIES = 3
@@ -72,6 +72,14 @@ def proof_words(report: Report) -> str:
         return f"no bound was proven: this is a valid plan, not known to be a good one{ending}"
     missed = f" (asked for: {report.gap_target:.1%})" if report.gap > report.gap_target else ""
     return f"at most {_ceil_percent(report.gap)} from the best plan under this cost model{missed}{ending}"
+
+
+def scale(largest: int) -> tuple[int, str]:
+    """One unit for a whole table, as (bytes, word)."""
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB")):
+        if largest >= 0.5 * factor:
+            return factor, unit
+    return 1024, "KiB"
 
 
 def count(number: int) -> str:

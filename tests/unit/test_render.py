@@ -11,6 +11,7 @@ from rich.console import Console
 
 from made_report import report
 from mpress.cells import Cell, Chain
+from mpress.emit.crossings import Crossing, CutReport
 from mpress.emit.layers import layer_words
 from mpress.emit.report import InputReport, Report, StripeReport, TieReport
 from mpress.units import GIB, Bytes
@@ -160,3 +161,32 @@ def test_assumptions_are_few_on_the_screen_and_all_in_the_document() -> None:
     assert document["assumptions"] == list(made) and document["checkpoints"] == 30
     assert document["no_module"] == "planned from a graph file" and document["layers"] == {"placed": 72, "total": 72}
     assert document["tied"] == [{"names": ["wte.weight", "lm_head.weight"], "gpus": [0, 7], "reduced_bytes": 3 * GIB // 8}]
+
+
+def test_cuts_say_what_crosses_once_for_each_kind_of_tensor() -> None:
+    lines = [line.rstrip() for line in printed(report()).splitlines()]
+    start = lines.index("Cuts, MiB per micro-batch")
+    assert " ".join(lines[start + 2].split()) == "0-6 h.* add 1x2048x5120 bfloat16 20.00 20.00"
+    assert " ".join(lines[start + 3].split()) == "0-3 mask le 2048x2048 bool 4.00 none 1-3"
+    assert " ".join(lines[start + 4].split()) == "0-3 all 24.00 20.00"
+    one = replace(report(), cuts=())
+    assert "Cuts" not in printed(one) and json_document(one, FILES, TIMINGS)["cuts"] == []
+
+
+def test_tensors_alike_in_one_cut_are_counted_and_small_ones_are_not_zero() -> None:
+    small = Crossing("enc.7 relu", (4,), "float32", Bytes(16), Bytes(16), 0, passed=False)
+    large = Crossing("wte embedding", (2**20,), "float32", Bytes(4 * 2**20), Bytes(0), 0, passed=False)
+    cut = CutReport(2, (small, replace(small, name="enc.8 relu"), large))
+    text = printed(replace(report(), cuts=(cut, replace(cut, after=4))))
+    assert "2, 4   2 of enc.* relu  4        float32    3e-05     3e-05" in text
+    assert "2, 4   wte embedding    1048576  float32     4.00      none" in text
+    document = json.loads(json.dumps(json_document(replace(report(), cuts=(cut,)), FILES, TIMINGS)["cuts"]))
+    assert [row["gradient_bytes"] for row in document[0]["tensors"]] == [16, 16, None]
+    assert (document[0]["after"], document[0]["bytes"], document[0]["gradient_bytes"]) == (2, 4 * 2**20 + 32, 32)
+
+
+def test_a_table_of_cuts_without_end_is_cut_short_and_says_so() -> None:
+    rows = tuple(Crossing(f"down{i} silu", (i + 1,), "float32", Bytes(4 * i + 4), Bytes(4), 0, passed=False) for i in range(20))
+    text = printed(replace(report(), cuts=(CutReport(0, rows),)))
+    assert "down11 silu" in text and "down12 silu" not in text
+    assert "8 more kinds, all in --json" in text

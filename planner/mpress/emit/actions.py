@@ -95,6 +95,11 @@ class _Kinds:
 
     def of_op(self, op: Op) -> str:
         """ "mlp.c_fc addmm"."""
-        module = f"{op.module}.".removeprefix(self._cell.prefix).rstrip(".")
-        name = op.name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
-        return f"{module} {name}".strip()
+        return op_words(op, self._cell.prefix)
+
+
+def op_words(op: Op, prefix: str = "") -> str:
+    """ "mlp.c_fc addmm": the module, without a prefix such as "h.3.", and the operator."""
+    module = f"{op.module}.".removeprefix(prefix).rstrip(".")
+    name = op.name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
+    return f"{module} {name}".strip()

@@ -1,6 +1,6 @@
 """What was decided and what it costs, as plain values for the terminal and for `--json`.  Computes; never prints.
 
-`actions` tells what happens to which tensors, `layers` names what a stage holds.
+`actions` tells what happens to which tensors, `crossings` what goes from stage to stage, `layers` names what a stage holds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mpress.cells import Cell, Chain
 from mpress.emit.actions import ActionReport, count_actions
+from mpress.emit.crossings import Crossings, CutReport
 from mpress.emit.layers import layer_words, placed_layers
 from mpress.graph import Graph
 from mpress.holdings import trainable_elements
@@ -115,6 +116,7 @@ class Report:
     solver: str
     iterations: int
     stages: tuple[StageReport, ...]
+    cuts: tuple[CutReport, ...]
     actions: tuple[ActionReport, ...]
     stripes: tuple[StripeReport, ...]
     layers: int
@@ -211,6 +213,7 @@ def make_report(
         solver=solver,
         iterations=iterations,
         stages=tuple(stages),
+        cuts=Crossings(graph, chain).cuts(plan),
         actions=count_actions(graph, chain, workload, programs, machine, plan),
         stripes=_stripes(machine, plan, replay),
         layers=layers,

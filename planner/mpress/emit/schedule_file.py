@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpress.cells import Chain
+from mpress.cells import Cell, Chain
+from mpress.emit.crossings import Crossings
 from mpress.emit.fingerprint import fingerprint
 from mpress.emit.names import LocalNames, parameter_name
 from mpress.graph import Graph
@@ -54,7 +55,7 @@ def emit_schedule(
 ) -> str:
     """Text of the schedule file of a plan and its replay."""
     places, rows = _tensors(graph, chain, programs, plan)
-    tied = tied_stages(workload, plan)
+    tied, crossings = tied_stages(workload, plan), Crossings(graph, chain)
     document: dict[str, Json] = {
         "format": FORMAT,
         "planner": {"version": version},
@@ -73,7 +74,7 @@ def emit_schedule(
             "devices": [stage.device for stage in plan.stages],
             "tied": _tied(graph, chain, plan),
         },
-        "edges": [_edge(graph, chain, stage.last) for stage in plan.stages[:-1]],
+        "edges": [_edge(graph, chain.cells[stage.last], crossings) for stage in plan.stages[:-1]],
         "stages": _stages(chain, plan, replay),
         "pools": {
             "devices": {str(pool): int(size) for pool, size in places.pools},
@@ -163,18 +164,20 @@ def _tied(graph: Graph, chain: Chain, plan: Plan) -> list[Json]:
     return rows
 
 
-def _edge(graph: Graph, chain: Chain, cut: int) -> Json:
-    """Tensors that cross the cut before cell `cut`: forward, and the gradients that come back (not one to one)."""
-    cell = chain.cells[cut]
+def _edge(graph: Graph, cell: Cell, crossings: Crossings) -> Json:
+    """Tensors that cross the cut before a cell: forward, and the gradients that come back (not one to one), each under the name of the
+    tensor it belongs to."""
+    rows = {tensor: crossings.name(tensor) for tensor in cell.inputs}
+    back = [(t, crossings.owner(t, cell.inputs)) for t in cell.gradient_outputs]
     return {
-        "forward": [_tensor(graph, t) for t in cell.inputs],
-        "gradients": [_tensor(graph, t) for t in cell.gradient_outputs],
+        "forward": [_tensor(graph, t, name) for t, name in rows.items()],
+        "gradients": [_tensor(graph, t, owner if isinstance(owner, str) else rows[owner]) for t, owner in back],
     }
 
 
-def _tensor(graph: Graph, tensor: int) -> Json:
+def _tensor(graph: Graph, tensor: int, name: str) -> Json:
     found = graph.tensors[tensor]
-    return {"shape": list(found.shape), "stride": list(found.stride), "dtype": found.dtype}
+    return {"name": name, "shape": list(found.shape), "stride": list(found.stride), "dtype": found.dtype}
 
 
 def _action_lines(plan: Plan, s: int, tied: bool) -> list[Json]:
