@@ -88,7 +88,7 @@ def report() -> Report:
         ),
         layers=72,
         placed_layers=72,
-        ties=(TieReport(("wte.weight", "lm_head.weight"), (0, 7), Bytes(3 * GIB // 8)),),
+        ties=(TieReport(("wte.weight", "lm_head.weight"), (0, 7), Bytes(3 * GIB), Bytes(3 * GIB // 8)),),
         inputs=(InputReport("tokens", (1, 2048), "int64", (0,)), InputReport("targets", (1, 2048), "int64", (7,))),
         checkpoints=0,
         assumptions=(),

@@ -45,7 +45,10 @@ def json_document(report: Report, files: tuple[str, ...], timings: Mapping[str, 
             "micro_batch": report.micro_batch,
             "inputs": [{"name": i.name, "shape": list(i.shape), "dtype": i.dtype, "stages": list(i.stages)} for i in report.inputs],
         },
-        "tied": [{"names": list(t.names), "gpus": list(t.gpus), "reduced_bytes": t.reduced_bytes} for t in report.ties],
+        "tied": [
+            {"names": list(t.names), "gpus": list(t.gpus), "copy_bytes": t.copy_bytes, "reduced_bytes": t.reduced_bytes}
+            for t in report.ties
+        ],
         "checkpoints": report.checkpoints,
         "proof": {"verdict": report.proof[0], "why": report.proof[1]},
         "assumptions": list(report.assumptions),

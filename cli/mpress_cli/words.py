@@ -46,7 +46,7 @@ def tie_lines(report: Report) -> tuple[str, ...]:
 
 
 def _tie(tie: TieReport) -> str:
-    where = f"{tie.names[0]} is stored on {_and([f'GPU {gpu}' for gpu in tie.gpus])}"
+    where = f"{tie.names[0]} is stored on {_and([f'GPU {gpu}' for gpu in tie.gpus])} ({gib(tie.copy_bytes)} each)"
     return f"{where}, its gradient is all-reduced: {gib(tie.reduced_bytes)} a step" if tie.reduced_bytes else f"{where}, it is not trained"
 
 

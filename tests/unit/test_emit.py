@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import models_of_all_kinds
 from mpress.cells import Chain
 from mpress.emit.cell_code import cell_functions
 from mpress.emit.expressions import Expressions
@@ -165,3 +166,15 @@ def test_an_operator_without_a_form_is_refused_by_name_and_line() -> None:
     with pytest.raises(InputError, match="unheard_of") as refusal:
         cell_functions(broken, cell, build_program(graph, cell, (), ()), "cell", "here")
     assert refusal.value.code == "no-form" and "gpt.py:" in refusal.value.where
+
+
+def test_a_stage_that_nothing_trains_has_no_backward(tmp_path: Path) -> None:
+    emitted = emit_model(tmp_path, models_of_all_kinds.write("lora_frozen_backbone", tmp_path), {}, "keep", 6, 2)
+    text = emitted.module_path.read_text()
+    untrained = [cell.gradient_inputs == () for cell in emitted.chain.cells]
+    last = emitted.plan.stages[0].last
+    assert all(untrained[:last]) and not untrained[last]
+    stage = text.split("class Stage0:")[1].split("class Stage1:")[0]
+    assert "_bwd(" not in stage and "return ()" in stage
+    assert "_bwd(" in text.split("class Stage1:")[1]
+    assert not re.search(r"_bwd\(c, p\):", text)  # no function without a gradient

@@ -128,11 +128,11 @@ def test_numbers_are_short() -> None:
 
 
 def test_tied_copies_are_named_with_what_they_move() -> None:
-    assert tie_lines(report()) == ("wte.weight is stored on GPU 0 and GPU 7, its gradient is all-reduced: 0.38 GiB a step",)
-    frozen = TieReport(("bias",), (0, 1, 2), Bytes(0))
-    many = (frozen, *(TieReport((f"t{i}",), (0, 1), Bytes(GIB)) for i in range(4)))
+    assert tie_lines(report()) == ("wte.weight is stored on GPU 0 and GPU 7 (3.00 GiB each), its gradient is all-reduced: 0.38 GiB a step",)
+    frozen = TieReport(("bias",), (0, 1, 2), Bytes(GIB), Bytes(0))
+    many = (frozen, *(TieReport((f"t{i}",), (0, 1), Bytes(4 * GIB), Bytes(GIB)) for i in range(4)))
     lines = tie_lines(replace(report(), ties=many))
-    assert lines[0] == "bias is stored on GPU 0, GPU 1 and GPU 2, it is not trained"
+    assert lines[0] == "bias is stored on GPU 0, GPU 1 and GPU 2 (1.00 GiB each), it is not trained"
     assert len(lines) == 4 and lines[-1] == "... and 2 more, 2.00 GiB a step"
     assert "tied" not in printed(replace(report(), ties=()))
 
@@ -160,7 +160,9 @@ def test_assumptions_are_few_on_the_screen_and_all_in_the_document() -> None:
     document = json_document(value, (), TIMINGS)
     assert document["assumptions"] == list(made) and document["checkpoints"] == 30
     assert document["no_module"] == "planned from a graph file" and document["layers"] == {"placed": 72, "total": 72}
-    assert document["tied"] == [{"names": ["wte.weight", "lm_head.weight"], "gpus": [0, 7], "reduced_bytes": 3 * GIB // 8}]
+    assert document["tied"] == [
+        {"names": ["wte.weight", "lm_head.weight"], "gpus": [0, 7], "copy_bytes": 3 * GIB, "reduced_bytes": 3 * GIB // 8}
+    ]
 
 
 def test_cuts_say_what_crosses_once_for_each_kind_of_tensor() -> None:

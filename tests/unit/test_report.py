@@ -10,6 +10,7 @@ import pytest
 from mpress.emit.layers import placed_layers
 from mpress.emit.report import InputReport, TieReport, entries, tied_copies
 from mpress.holdings import tied_stages
+from mpress.units import Bytes
 from tiny_plans import Emitted, emit
 
 
@@ -21,7 +22,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Emitted:
 
 def test_a_tied_embedding_is_on_the_first_and_last_gpu(made: Emitted) -> None:
     ties = tied_copies(made.graph, made.chain, made.workload, made.plan)
-    assert ties == (TieReport(("wte.weight", "lm_head.weight"), (0, 3), 128 * 64 * 4),)  # type: ignore[arg-type]  # bytes
+    copy = 128 * 64 * 16 + 4  # weight, gradient and two moments in fp32, and the step counter
+    assert ties == (TieReport(("wte.weight", "lm_head.weight"), (0, 3), Bytes(copy), Bytes(128 * 64 * 4)),)
     assert tied_stages(made.workload, made.plan) == (((0, 3), 128 * 64 * 4),)  # what the replay moves
     moved = replace(made.plan, stages=tuple(replace(stage, device=7 - stage.device) for stage in made.plan.stages))
     assert tied_copies(made.graph, made.chain, made.workload, moved)[0].gpus == (7, 4)

@@ -99,7 +99,7 @@ class _Kinds:
 
 
 def op_words(op: Op, prefix: str = "") -> str:
-    """ "mlp.c_fc addmm": the module, without a prefix such as "h.3.", and the operator."""
+    """ "mlp.c_fc addmm": the module, without a prefix such as "h.3.", and the operator; a Function of the user's own is named before it."""
     module = f"{op.module}.".removeprefix(prefix).rstrip(".")
     name = op.name.strip("_").removeprefix("scaled_dot_product_").removeprefix("native_").removesuffix("_for_cpu")
-    return f"{module} {name}".strip()
+    return " ".join(word for word in (module, op.atom, name) if word)

@@ -30,7 +30,7 @@ def type_stems(chain: Chain) -> tuple[str, ...]:
 
 
 def cell_functions(graph: Graph, cell: Cell, program: CellProgram, stem: str, used_by: str) -> list[str]:
-    """Source lines of `<stem>_fwd` and `<stem>_bwd` for the representative `cell`."""
+    """Source lines of `<stem>_fwd` and `<stem>_bwd` for the representative `cell`; no `<stem>_bwd` where no gradient gets to it."""
     writer = _Writer(graph, cell, program)
     names = writer.names
     inputs = ", ".join(names.of(t) for t in cell.inputs)
@@ -38,6 +38,8 @@ def cell_functions(graph: Graph, cell: Cell, program: CellProgram, stem: str, us
     text = [f"def {stem}_fwd(c, p{', ' + inputs if inputs else ''}):", *_docstring(used_by, writer.decisions())]
     text += writer.body(program.forward)
     text += [f"    return {_returned([writer.expressions.tensor(t) for t in cell.outputs])}", "", ""]
+    if untrained(cell):
+        return text
     text.append(f"def {stem}_bwd(c, p{', ' + gradients if gradients else ''}):")
     text += writer.body(program.backward)
     results = [writer.expressions.tensor(t) for t in cell.gradient_outputs]
@@ -46,6 +48,11 @@ def cell_functions(graph: Graph, cell: Cell, program: CellProgram, stem: str, us
     elif not program.backward:
         text.append("    return None")
     return [*text, "", ""]
+
+
+def untrained(cell: Cell) -> bool:
+    """No gradient gets to the cell: neither it nor anything before it is trained, so it has no backward."""
+    return not (cell.gradient_inputs or cell.backward or cell.contributions)
 
 
 def _returned(words: list[str]) -> str:

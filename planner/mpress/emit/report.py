@@ -64,10 +64,14 @@ class StripeReport:
 
 @dataclass(frozen=True, slots=True)
 class TieReport:
-    """A parameter stored on several GPUs.  reduced_bytes: its gradient, which they all-reduce once a step (0 for a frozen one)."""
+    """A parameter stored on several GPUs.  copy_bytes: what each copy takes, with its gradient and its share of the optimizer.
+
+    reduced_bytes: its gradient, which they all-reduce once a step (0 for a frozen one).
+    """
 
     names: tuple[str, ...]
     gpus: tuple[int, ...]
+    copy_bytes: Bytes
     reduced_bytes: Bytes
 
 
@@ -228,13 +232,15 @@ def make_report(
 
 
 def tied_copies(graph: Graph, chain: Chain, workload: Workload, plan: Plan) -> tuple[TieReport, ...]:
-    """Parameters that cells of several stages use; the bytes are those the replay all-reduces."""
+    """Parameters that cells of several stages use; the bytes are those the replay holds and all-reduces."""
     rows = []
     for parameter in graph.parameters:
         used = _stages_of(chain, plan, parameter.names[0], lambda cell: cell.parameters)
         if len(used) > 1:
+            per_element = workload.bytes_per_trainable if parameter.trainable else workload.bytes_per_frozen
+            copy = parameter.elements * per_element + (workload.bytes_per_tensor if parameter.trainable else 0)
             size = parameter.elements * workload.gradient_element_bytes if parameter.trainable else 0
-            rows.append(TieReport(parameter.names, tuple(plan.stages[s].device for s in used), Bytes(size)))
+            rows.append(TieReport(parameter.names, tuple(plan.stages[s].device for s in used), Bytes(copy), Bytes(size)))
     return tuple(rows)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpress.cells import Cell, Chain
+from mpress.emit.cell_code import untrained
 from mpress.emit.names import parameter_name, relative
 from mpress.graph import Graph
 from mpress.plan import HOST, Plan, StagePlan
@@ -156,11 +157,15 @@ def _backward(chain: Chain, stage: StagePlan, stems: Sequence[str], first: bool)
     arriving = len(chain.cells[stage.last - 1].gradient_inputs)
     lines = [_take("g", arriving)] if arriving else []
     for run in reversed(runs(chain, stage)):
+        if all(untrained(cell) for cell, _ in run.period):
+            continue
         indent = "        "
         if run.count > 1:
             lines.append(f"{indent}for i in reversed(range({run.first}, {run.first + run.count})):")
             indent += "    "
         for cell, mode in reversed(run.period):
+            if untrained(cell):
+                continue
             if swaps:
                 lines.append(f"{indent}c.prefetch(ahead={stage.prefetch_lead})")
             call = f"{stems[cell.type]}_mode{mode}_bwd({_places(cell, run)}"
