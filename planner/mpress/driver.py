@@ -35,8 +35,8 @@ from mpress.recipe import Precision, Recipe
 from mpress.simulate import Replay
 from mpress.size_plans import SizePlanner, trace_choices
 from mpress.sizes import SizeRow, check_step, per_step, refuse_sizes
-from mpress.solve.explain import unplanned
-from mpress.solve.search import Solution, plan
+from mpress.solve.mapping import plan, unplanned
+from mpress.solve.search import Solution
 from mpress.units import Seconds
 from mpress.verify import verify
 from mpress.workload import Workload
@@ -136,7 +136,7 @@ def _check(bench: Bench) -> str:
         check_step(options)
     if not options.dry_run:
         check_directory(options.out)
-    bench.machine = load_machine(options.machine, gpus=options.gpus, reserve=options.reserve)
+    bench.machine = load_machine(options.machine, gpus=options.gpus, reserve=options.reserve, whole=True)
     if options.attention is Attention.FLASH and not bench.machine.devices[0].flash_attention:
         message = f"the GPUs of {bench.machine.name} have no flash attention kernel"
         raise InputError("attention", message, "--attention", "use --attention auto or efficient, or another --machine")
@@ -187,7 +187,7 @@ def _choose(bench: Bench) -> str:
     size, count = choice.best.size, won.problem.micro_batches
     bench.options = replace(bench.options, micro_batch=size, micro_batches=count, sizes=None, global_batch=None)
     bench.graph, bench.chain, bench.workload, bench.programs = won.graph, won.chain, won.workload, won.programs
-    bench.problem, bench.solution, bench.unplanned = won.problem, best.solution, unplanned(won.problem)
+    bench.problem, bench.solution, bench.unplanned = won.problem, best.solution, unplanned(won.problem, best.solution.plan)
     return f"{size} samples in a micro-batch, step {choice.best.step_seconds:.3f} s"
 
 
@@ -218,9 +218,10 @@ def _solve(bench: Bench) -> str:
         micro_batches=per_step(options, bench.graph.micro_batch),
         gap=options.gap,
         work_limit=options.work_limit,
+        gpus=options.gpus,
     )
-    bench.unplanned = unplanned(bench.problem)
     bench.solution = plan(bench.problem, lambda words: bench.progress("solve", None, words))
+    bench.unplanned = unplanned(bench.problem, bench.solution.plan)
     return f"{bench.solution.status}, step {bench.solution.replay.step_seconds:.3f} s"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpress.errors import InputError
 from mpress.profiles import Table, known_machines, read_profile
@@ -55,10 +55,31 @@ class Machine:
         link = self.links[source][target]
         return link if link > 0 else min(self.host_bandwidth[source], self.host_bandwidth[target])
 
+    def boundary_bandwidth(self, source: int, target: int) -> BytesPerSecond:
+        """Bytes/s one message gets on a quiet machine: that of the pair, but over a link never more than a port carries."""
+        pair = self.pair_bandwidth(source, target)
+        return min(pair, self.port) if self.links[source][target] > 0 else pair
 
-def load_machine(name_or_path: str, *, gpus: int, reserve: float = 0.05) -> Machine:
+    def placed(self, order: tuple[int, ...]) -> Machine:
+        """The machine as stages see it: its GPU s is GPU order[s] of this one; GPUs that `order` leaves out are not there.
+
+        Uplinks are listed by their first stage, so that orders which differ by a symmetry of the machine give equal machines.
+        """
+        stage = {gpu: s for s, gpu in enumerate(order)}
+        groups = ((tuple(sorted(stage[g] for g in group if g in stage)), rate) for group, rate in self.uplinks)
+        return replace(
+            self,
+            devices=tuple(self.devices[g] for g in order),
+            links=tuple(tuple(self.links[a][b] for b in order) for a in order),
+            host_bandwidth=tuple(self.host_bandwidth[g] for g in order),
+            uplinks=tuple(sorted((group, rate) for group, rate in groups if group)),
+        )
+
+
+def load_machine(name_or_path: str, *, gpus: int, reserve: float = 0.05, whole: bool = False) -> Machine:
     """The first `gpus` devices of a profile: a known machine (see known_machines) or a path that ends in .toml.
 
+    `whole`: all its devices, at least `gpus`, so that a plan can choose among them.
     `reserve` is the share of each GPU's capacity left alone (context, communication libraries, fragmentation).
     """
     if not 0.0 <= reserve < 1.0:
@@ -69,6 +90,7 @@ def load_machine(name_or_path: str, *, gpus: int, reserve: float = 0.05) -> Mach
     name, count = profile.text("name"), profile.integer("devices")
     if gpus < 1 or gpus > count:
         raise InputError("gpus", f"{gpus} GPUs asked for, {name} has {count}", "--gpus", f"give a number from 1 to {count}")
+    gpus = count if whole else gpus
     device = _device(profile.table("device"))
     links, port = _links(profile.table("links"), count)
     host = profile.table("host")

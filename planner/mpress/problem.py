@@ -1,8 +1,9 @@
 """The planning problem in our words: index sets, coefficients and budgets.  Nothing of a solver.
 
-Stages are the machine's GPUs in order (stage s runs on GPU s).  A plan of this problem is a *composition* - how many cells of each type
-every stage holds in each mode - plus stripes and lags.  Within a stage, the cells of a type take their modes in one canonical order
-(`mode_order`), so a composition is a plan up to stripes and lags.  Symbols are those of docs/formulation.md.
+Everything below solve/mapping takes stage s for GPU s of the machine: mapping gives it the machine as an order of GPUs shows it.
+A plan of this problem is a *composition* - how many cells of each type every stage holds in each mode - plus stripes and lags.  Within a
+stage, the cells of a type take their modes in one canonical order (`mode_order`), so a composition is a plan up to stripes and lags.
+Symbols are those of docs/formulation.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mpress.errors import InfeasibleError
 from mpress.machine import Machine
 from mpress.plan import ScheduleKind, in_flight
 from mpress.schedule import Word, compute_order
+from mpress.units import BytesPerSecond
 from mpress.workload import CellCost, Workload
 
 DEFAULT_WORK = 12_000.0  # branch-and-bound nodes of all solves of one problem together
@@ -20,7 +22,10 @@ DEFAULT_WORK = 12_000.0  # branch-and-bound nodes of all solves of one problem t
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """gap: relative distance to the bound at which a plan is good enough.  work_limit: branch-and-bound nodes, 0 = the default."""
+    """gap: relative distance to the bound at which a plan is good enough.  work_limit: branch-and-bound nodes, 0 = the default.
+    gpus: stages, 0 = one for each GPU of the machine.  order: which GPU every stage's GPU is to the user, () = those of the machine.
+    any_uplinks: uplinks no order of the machine's GPUs can exceed; given, they bound the step in place of the machine's own.
+    """
 
     workload: Workload
     machine: Machine
@@ -28,10 +33,17 @@ class Problem:
     micro_batches: int
     gap: float = 0.01
     work_limit: float = 0.0
+    gpus: int = 0
+    order: tuple[int, ...] = ()
+    any_uplinks: tuple[tuple[tuple[int, ...], BytesPerSecond], ...] = ()
 
     @property
     def stages(self) -> int:
-        return len(self.machine.devices)
+        return self.gpus or len(self.machine.devices)
+
+    def gpu(self, s: int) -> int:
+        """The user's number of stage s's GPU."""
+        return self.order[s] if self.order else s
 
     @property
     def work(self) -> float:

@@ -24,8 +24,8 @@ from mpress.program import CellProgram
 from mpress.recipe import Recipe
 from mpress.scale import difference
 from mpress.sizes import Choice, Choices, Effort, TooSlow, Trial, choices, choose
-from mpress.solve.explain import missing_bytes
-from mpress.solve.search import Hopeless, Solution, plan
+from mpress.solve.mapping import missing_bytes, plan
+from mpress.solve.search import Hopeless, Solution
 from mpress.units import Seconds
 from mpress.workload import Workload
 
@@ -39,6 +39,7 @@ class Task:
     schedule: ScheduleKind
     gap: float
     work_limit: float
+    gpus: int = 0  # stages, 0 = one for each GPU of the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def trace_choices(options: Options, machine: Machine, recipe: Recipe, progress: 
     def record(size: int) -> Graph:
         return trace_file(model_file, micro_batch=size, precision=precision, semantics=semantics, depth=options.depth)
 
-    task = Task(machine, recipe, options.schedule, options.gap, options.work_limit or DEFAULT_WORK)
+    task = Task(machine, recipe, options.schedule, options.gap, options.work_limit or DEFAULT_WORK, options.gpus)
     planner = SizePlanner(among, task, traced.graphs, traced.refusals, traced.recorded, record, progress)
     any_graph = next(iter(traced.graphs.values()), None)
     notes = () if any_graph is None else attention_note(replace(options.recording, flash=flash), any_graph)
@@ -134,7 +135,7 @@ class SizePlanner:
             check_chain(graph, chain)
             workload, programs = build_workload(graph, chain, task.machine, task.recipe)
             count = self._among.samples // size
-            problem = Problem(workload, task.machine, task.schedule, count, gap=task.gap, work_limit=task.work_limit)
+            problem = Problem(workload, task.machine, task.schedule, count, gap=task.gap, work_limit=task.work_limit, gpus=task.gpus)
             known = self._candidates[size] = Candidate(graph, chain, workload, programs, problem)
         return known
 

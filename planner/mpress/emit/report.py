@@ -194,7 +194,7 @@ def make_report(
     return Report(
         model=graph.model,
         machine=machine.name,
-        gpus=len(machine.devices),
+        gpus=len(plan.stages),
         reserve=machine.reserve,
         host_memory_bytes=machine.host_memory,
         precision=recipe.precision.value,

@@ -255,7 +255,8 @@ def _pools(code: Encoding) -> None:
     for r in range(stages):
         sources = {s: code.device[s][r] for s in range(stages) if r in code.device[s]}
         _shared(code, f"port of donor[{r}]", sources, list(sources), machine.port * rate)
-    for group, (members, bandwidth) in enumerate(machine.uplinks):
+    uplinks = machine.uplinks if code.variant.careful or not problem.any_uplinks else problem.any_uplinks
+    for group, (members, bandwidth) in enumerate(uplinks):
         inside = [s for s in members if s < stages]
         _shared(code, f"uplink[{group}]", {s: code.host[s] for s in inside}, inside, bandwidth * rate)
     slots = Linear({code.host[s]: float(problem.in_flight(s)) for s in range(stages)})

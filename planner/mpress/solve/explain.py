@@ -53,7 +53,7 @@ def infeasible(problem: Problem) -> InfeasibleError:
         return InfeasibleError("no-plan", message, where="memory", hint=_hint(problem, None))
     worst = max(range(problem.stages), key=lambda s: (missing[s], -s))
     message = (
-        f"no plan fits: stage {worst} on GPU {worst} misses {gib(missing[worst])} ({missing[worst]} bytes) "
+        f"no plan fits: stage {worst} on GPU {problem.gpu(worst)} misses {gib(missing[worst])} ({missing[worst]} bytes) "
         f"of its {gib(machine.usable_bytes(worst))} even in the best case; {arithmetic}"
     )
     if state > usable:

@@ -36,7 +36,7 @@ _EXCLUDED_NODES = 16
 @dataclass(frozen=True, slots=True)
 class Solution:
     """bound_seconds: no plan of this problem is faster.  gap = 1 - bound / step.  status: optimal, within_gap, limit or interrupted.
-    iterations: models solved.
+    iterations: models solved.  work: branch-and-bound nodes they took.
     """
 
     plan: Plan
@@ -46,30 +46,43 @@ class Solution:
     status: str
     solver: str
     iterations: int
+    work: float = 0.0
 
 
 class Hopeless(Exception):
     """No plan was found, and none is fast enough to be wanted."""
 
-    def __init__(self, bound_seconds: float) -> None:
+    def __init__(self, bound_seconds: float, iterations: int = 0, work: float = 0.0) -> None:
         super().__init__(f"every plan takes at least {bound_seconds:.4g} s")
-        self.bound_seconds = bound_seconds
+        self.bound_seconds, self.iterations, self.work = bound_seconds, iterations, work
 
 
-def plan(problem: Problem, progress: Callable[[str], None] | None = None, enough: float = INFINITY) -> Solution:
+def plan(
+    problem: Problem,
+    progress: Callable[[str], None] | None = None,
+    enough: float = INFINITY,
+    below: float = INFINITY,
+    floor: float = 0.0,
+) -> Solution:
     """The best plan found, with its gap.
 
     `enough`: nothing more is wanted of a problem whose plans are proven to take that many seconds: raises Hopeless if there is no plan.
+    `below`: only plans faster than that are looked for.  `floor`: somebody proved that no plan is faster than that.
     Raises InfeasibleError("no-plan"), or, when there is no plan yet, MpressError("interrupted") or MpressError("work-limit").
     """
     check(problem)
-    search = _Search(problem, progress or (lambda _: None), enough)
+    search = _Search(problem, progress or (lambda _: None), enough, below, floor)
     interrupted = False
     try:
         search.run()
     except KeyboardInterrupt:
         interrupted = True
     return search.solution(interrupted)
+
+
+def status_words(gap: float, wanted: float, interrupted: bool) -> str:
+    """What a solution's gap makes of it."""
+    return "optimal" if gap <= OPTIMAL else "within_gap" if gap <= wanted else "interrupted" if interrupted else "limit"
 
 
 def _composition(code: Encoding, values: tuple[float, ...]) -> Composition:
@@ -85,12 +98,12 @@ def _composition(code: Encoding, values: tuple[float, ...]) -> Composition:
 class _Search:
     """What is known so far: best plan, bound, path rows, compositions judged."""
 
-    def __init__(self, problem: Problem, progress: Callable[[str], None], enough: float = INFINITY) -> None:
-        self.problem, self.progress, self.enough = problem, progress, enough
+    def __init__(self, problem: Problem, progress: Callable[[str], None], enough: float, below: float, floor: float) -> None:
+        self.problem, self.progress, self.enough, self.below = problem, progress, enough, below
         self.timeline = Timeline(problem.schedule, problem.stages, problem.micro_batches)
         self.paths: list[Path] = list(self.timeline.classic_paths())
         self.best: Verdict | None = None
-        self.bound = 0.0
+        self.bound = floor
         self.left = problem.work
         self.iterations = 0
         self.excluded: list[Composition] = []
@@ -111,20 +124,11 @@ class _Search:
                 error.exit_code = 130
                 raise error
             if self.bound >= self.enough:
-                raise Hopeless(self.bound)
+                raise Hopeless(self.bound, self.iterations, self.problem.work - self.left)
             message = "the work limit was reached before any plan was found, and none was proven impossible"
             raise MpressError("work-limit", message, where="--work-limit", hint="raise --work-limit")
-        words = (
-            "optimal"
-            if self.gap <= OPTIMAL
-            else "within_gap"
-            if self.gap <= self.problem.gap
-            else "interrupted"
-            if interrupted
-            else "limit"
-        )
-        bound = min(self.bound, self.best.seconds)
-        return Solution(self.best.plan, self.best.replay, bound, self.gap, words, SOLVER, self.iterations)
+        words, bound = status_words(self.gap, self.problem.gap, interrupted), min(self.bound, self.best.seconds)
+        return Solution(self.best.plan, self.best.replay, bound, self.gap, words, SOLVER, self.iterations, self.problem.work - self.left)
 
     def run(self) -> None:
         self._offer(judge(self.problem, plain(self.problem)))
@@ -134,7 +138,8 @@ class _Search:
             if found is not None:
                 self._offer(found)
             self._joint()
-        self._thrift()
+        if self.best is not None and self.best.seconds < self.below:
+            self._thrift()
 
     def _free(self) -> None:
         """The partition alone: its bound holds for every plan, and where its plan fits nothing else is worth doing."""
@@ -162,7 +167,7 @@ class _Search:
             result = self._solve(code, self.problem.gap / (10 if self.gap < 3 * self.problem.gap else 3))
             rounds += 1
             if result.status is Status.INFEASIBLE:
-                if self.best is None:
+                if self.best is None and not variant.limit:
                     raise infeasible(self.problem)
                 self._raise_bound(variant.limit)
                 return
@@ -194,8 +199,9 @@ class _Search:
 
     def _variant(self) -> Variant:
         """Only plans better than the best by more than the gap are of interest; if there is none, that is the bound."""
-        limit = self.best.seconds * (1.0 - max(self.problem.gap, EXACT)) if self.best else 0.0
-        return Variant(limit=limit, excluded=tuple(self.excluded))
+        better = self.best.seconds * (1.0 - max(self.problem.gap, EXACT)) if self.best else INFINITY
+        limit = min(better, self.below)
+        return Variant(limit=limit if limit < INFINITY else 0.0, excluded=tuple(self.excluded))
 
     def _relax(self, variant: Variant) -> None:
         """Path rows from the linear relaxation, where they cost nothing, as long as they raise it."""
