@@ -1,4 +1,4 @@
-"""The choice of GPUs against exhaustive enumeration: every permutation of every choice of GPUs, every partition, every mode, stripe and lag."""
+"""The choice of GPUs against enumeration: every order of every choice of GPUs, every partition, every mode, stripe and lag."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import permutations
 
 import pytest
 
+from enumeration import enumerate_best
 from mpress.errors import InfeasibleError
 from mpress.machine import Device, Machine
 from mpress.problem import Problem
@@ -15,7 +16,6 @@ from mpress.solve.mapping import plan
 from mpress.units import Bytes, BytesPerSecond
 from mpress.verify import verify
 from random_problems import random_cost, random_problem
-from test_optimality import enumerate_best
 
 INSTANCES = 192
 BATCHES = 24
