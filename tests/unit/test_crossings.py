@@ -24,6 +24,7 @@ MICRO_BATCHES = 2
 NAMES = (
     "gpt", "encoder_with_mask", "encoder_decoder_shared_embedding", "experts_known_routing", "lora_frozen_backbone", "unet", "lstm",
     "no_gradient_part", "several_inputs_of_all_types", "deep_supervision", "in_place_and_views", "checkpoint", "a_parameter_used_directly",
+    "custom_function", "custom_function_of_two_results",
 )  # fmt: skip
 STRANGE = """
 import torch
@@ -38,6 +39,18 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.b(torch.tanh(self.a(x)))
 
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        small = x.to(torch.float16)
+        ctx.save_for_backward(small, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        small, w = ctx.saved_tensors
+        return g @ w, g.flatten(0, -2).t() @ small.float().flatten(0, -2)
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -45,6 +58,7 @@ class Net(nn.Module):
         for parameter in self.blocks[0].parameters():
             parameter.requires_grad_(False)
         self.skip = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.eye(8))
 
     def forward(self, x):
         keep = x > 0
@@ -52,6 +66,7 @@ class Net(nn.Module):
         x = self.blocks[1](self.blocks[0](x))
         side = torch.sin(x)
         x = self.blocks[3](self.blocks[2](x))
+        x = Half.apply(x, self.weight)
         x = torch.where(keep, self.skip(torch.cat([side, x], -1)[..., 4:12]), x)
         return F.cross_entropy(x.flatten(0, 1), best.flatten())
 
@@ -100,10 +115,10 @@ def test_the_cuts_are_what_the_program_sends(tmp_path: Path, name: str, monkeypa
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Emitted:
-    """Six stages: four blocks, the first one frozen, a mask and integers for the end, and a skip whose gradient is part of a larger one."""
+    """Seven stages: four blocks, the first frozen, a mask and integers for the end, and a skip whose gradient is part of a larger one."""
     folder = tmp_path_factory.mktemp("strange")
     (folder / "strange.py").write_text(STRANGE)
-    return emit_model(folder, str(folder / "strange.py"), {}, "keep", 6, MICRO_BATCHES)
+    return emit_model(folder, str(folder / "strange.py"), {}, "keep", 7, MICRO_BATCHES)
 
 
 def test_each_tensor_is_named_with_what_comes_back_for_it(strange: Emitted) -> None:
@@ -121,6 +136,7 @@ def test_each_tensor_is_named_with_what_comes_back_for_it(strange: Emitted) -> N
         [("blocks.1 add", x, 2, False)],
         [("blocks.2 add", x, 3, False), ("sin", wide, 3, False)],
         [("blocks.3 add", x, 4, False), ("sin", wide, 3, True)],
+        [("Half mm", x, 5, False), ("sin", wide, 3, True)],
     ]
 
 

@@ -104,11 +104,15 @@ class Crossings:
 
     def _reached(self, number: int, gradient: int, crossing: tuple[int, ...]) -> int:
         """The tensor of `crossing` that a forward op makes, alone or through operators without a backward of their own (an addition
-        hands the gradient of its sum to what it adds as it is); -1 for none."""
+        hands the gradient of its sum to what it adds as it is); -1 for none.  All of a user's Function counts as its first op."""
         graph = self._graph
         wanted = {graph.tensors[t].storage: t for t in crossing}
         shape = graph.tensors[gradient].shape
-        todo = sorted((t for t in graph.ops[number].outputs if t >= 0), key=lambda t: graph.tensors[t].shape != shape)
+        last = number
+        while graph.ops[number].atom and last + 1 < len(graph.ops) and graph.ops[last + 1].atom == graph.ops[number].atom:
+            last += 1
+        made = [t for op in reversed(graph.ops[number : last + 1]) for t in op.outputs if t >= 0]
+        todo = sorted(made, key=lambda t: graph.tensors[t].shape != shape)
         seen = set(todo)
         while todo:
             tensor = todo.pop(0)
